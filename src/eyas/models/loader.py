@@ -1,0 +1,226 @@
+"""Strict loading: every parameter filled exactly once, every stored tensor used exactly once.
+
+`cover` compares names, shapes and dtypes from headers alone, so that the check can say before any
+weight is read what `load_weights` would refuse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from eyas.models.checkpoint import Checkpoint, TensorInfo
+from eyas.models.weight_slots import WeightSlot, materialize, weight_slots
+from eyas.types import EyasError
+
+__all__ = ["Coverage", "LoadProgress", "WeightSlot", "cover", "load_weights", "weight_slots"]
+
+# Constants that old checkpoints store beside their weights.
+HARMLESS_BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias)")
+_FLOATS = {"float64", "float32", "bfloat16", "float16"}
+_INTEGERS = {"int64", "int32", "int16", "int8", "uint8"}
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+
+Rename = Callable[[str], str | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadProgress:
+    """How far loading is. Sizes in stored bytes."""
+
+    name: str
+    loaded_bytes: int
+    total_bytes: int
+    seconds: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Mean rate so far."""
+        return self.loaded_bytes / max(self.seconds, 1e-9)
+
+    @property
+    def seconds_left(self) -> float:
+        """Time for the rest at the mean rate."""
+        return (self.total_bytes - self.loaded_bytes) / max(self.bytes_per_second, 1e-9)
+
+
+@dataclasses.dataclass
+class Coverage:
+    """How a checkpoint's tensors meet a model's slots.
+
+    sources: stored name -> slot name, for all that fit. missing: slots without a tensor.
+    left_over: stored names without a slot. wrong_shape: (stored name, stored, expected).
+    wrong_dtype: (stored name, stored, what is expected). twice: stored names for a slot that has
+    one already. tied: (stored head, slot of the embedding), whose values must be equal.
+    """
+
+    sources: dict[str, str] = dataclasses.field(default_factory=dict)
+    missing: list[str] = dataclasses.field(default_factory=list)
+    left_over: list[str] = dataclasses.field(default_factory=list)
+    wrong_shape: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = dataclasses.field(
+        default_factory=list
+    )
+    wrong_dtype: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
+    twice: list[str] = dataclasses.field(default_factory=list)
+    tied: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+
+    def problems(self) -> list[str]:
+        """One line for each way in which the two do not fit; empty when they do."""
+        lines = []
+        if self.missing:
+            lines.append(f"{len(self.missing)} missing: {group_names(self.missing)}")
+        if self.left_over:
+            lines.append(f"{len(self.left_over)} left over: {group_names(self.left_over)}")
+        if self.twice:
+            lines.append(f"{len(self.twice)} stored a second time: {group_names(self.twice)}")
+        for what, wrong in (("shape", self.wrong_shape), ("dtype", self.wrong_dtype)):
+            shown = [f"{name} is {_show(a)}, expected {_show(b)}" for name, a, b in wrong[:8]]
+            more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+            if wrong:
+                lines.append(f"{len(wrong)} of a wrong {what}: {'; '.join(shown)}{more}")
+        return lines
+
+
+def group_names(names: Collection[str], most: int = 8) -> str:
+    """Tensor names, those that differ in a number only as one: "layers.*.mlp.up_proj.weight (×30,
+    first layers.0.mlp.up_proj.weight)"."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
+    shown = [
+        members[0] if len(members) == 1 else f"{pattern} (×{len(members)}, first {members[0]})"
+        for pattern, members in groups.items()
+    ]
+    more = f" and {len(shown) - most} more" if len(shown) > most else ""
+    return ", ".join(shown[:most]) + more
+
+
+def cover(
+    slots: Mapping[str, WeightSlot],
+    tensors: Mapping[str, TensorInfo],
+    *,
+    rename: Rename | None = None,
+    ignore: Collection[str] = (),
+) -> Coverage:
+    """Match stored tensors with slots, by headers alone.
+
+    rename: stored name -> slot name, None for what has no place (left over). ignore: names, after
+    renaming, that may be stored and are not read; constants such as `rotary_emb.inv_freq` always
+    may.
+    """
+    coverage = Coverage()
+    filled: set[str] = set()
+    for stored, info in tensors.items():
+        name = rename(stored) if rename else stored
+        if (name or stored) in ignore or HARMLESS_BUFFERS.fullmatch(stored):
+            continue
+        slot = slots.get(name) if name else None
+        if name is None or slot is None:
+            embedding = _tied_embedding(name, info, slots)
+            if embedding is None:
+                coverage.left_over.append(stored)
+            else:
+                coverage.tied.append((stored, embedding))
+            continue
+        if name in filled:
+            coverage.twice.append(stored)
+            continue
+        filled.add(name)
+        allowed = _FLOATS if slot.dtype.is_floating_point else _INTEGERS
+        if info.shape != slot.shape:
+            coverage.wrong_shape.append((stored, info.shape, slot.shape))
+        elif info.dtype not in allowed:
+            expected = "floats" if slot.dtype.is_floating_point else "integers"
+            coverage.wrong_dtype.append((stored, info.dtype, expected))
+        else:
+            coverage.sources[stored] = name
+    coverage.missing = [name for name in slots if name not in filled]
+    return coverage
+
+
+def load_weights(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    rename: Rename | None = None,
+    ignore: Collection[str] = (),
+    device: torch.device | str = "cpu",
+    progress: Callable[[LoadProgress], None] | None = None,
+) -> LoadProgress:
+    """Fill all parameters and saved buffers of `model` from `checkpoint`; returns the totals.
+
+    rename, ignore: see `cover`. Floats are converted to the parameter's dtype, integer maps (d2t)
+    to the buffer's int64 and never to a float. Tensors go straight into the parameters, wherever
+    those live; parameters on the meta device are made on `device` when their turn comes.
+    progress: called after each tensor.
+
+    Raises EyasError, before anything is read, that lists all that is missing, left over, of a
+    wrong shape or of a wrong dtype; and when a stored head differs from a tied embedding.
+    """
+    slots = weight_slots(model)
+    coverage = cover(slots, checkpoint.tensors, rename=rename, ignore=ignore)
+    problems = coverage.problems()
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise EyasError(f"{checkpoint.folder} does not fit {type(model).__name__}:\n{lines}")
+    _require_equal_heads(checkpoint, coverage)
+    total_bytes = sum(checkpoint.tensors[name].num_bytes for name in coverage.sources)
+    start = time.perf_counter()
+    state = LoadProgress("", 0, total_bytes, 0.0)
+    for stored, tensor in checkpoint.stream():
+        if stored not in coverage.sources:
+            continue
+        slot = slots[coverage.sources[stored]]
+        _fill(materialize(model, slot.path, device), slot, tensor)
+        state = LoadProgress(
+            stored,
+            state.loaded_bytes + checkpoint.tensors[stored].num_bytes,
+            total_bytes,
+            time.perf_counter() - start,
+        )
+        if progress is not None:
+            progress(state)
+    return state
+
+
+@torch.no_grad()
+def _fill(whole: Tensor, slot: WeightSlot, tensor: Tensor) -> None:
+    part = whole if whole.dim() == 0 else whole[slot.start : slot.start + slot.shape[0]]
+    part.copy_(tensor)
+
+
+def _tied_embedding(
+    name: str | None, info: TensorInfo, slots: Mapping[str, WeightSlot]
+) -> str | None:
+    """The slot whose parameter a stored head of a tied model repeats, None if it is no such."""
+    if name is None or name.rpartition("lm_head.")[2] != "weight" or not name.endswith(_HEAD):
+        return None
+    candidates = [
+        slot_name
+        for slot_name, slot in slots.items()
+        if name in slot.aliases or slot_name.rpartition("embed_tokens.")[2] == "weight"
+    ]
+    if len(candidates) != 1 or slots[candidates[0]].shape != info.shape:
+        return None
+    return candidates[0]
+
+
+def _require_equal_heads(checkpoint: Checkpoint, coverage: Coverage) -> None:
+    by_slot = {slot: stored for stored, slot in coverage.sources.items()}
+    for head_name, slot_name in coverage.tied:
+        head, embedding = checkpoint.read(head_name), checkpoint.read(by_slot[slot_name])
+        if not torch.equal(head.to(embedding.dtype), embedding):
+            raise EyasError(
+                f"config says tied, the checkpoint has its own head: {head_name} differs from "
+                f"{by_slot[slot_name]} in {checkpoint.folder}; set tie_word_embeddings false in "
+                "its config.json"
+            )
+
+
+def _show(value: object) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)

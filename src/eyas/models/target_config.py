@@ -1,0 +1,215 @@
+"""A target's config.json and generation_config.json as a ModelConfig.
+
+Defaults of absent keys are those of each family's configuration class in transformers 5.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from pathlib import Path
+from typing import Any
+
+from eyas.models.config import ModelConfig
+from eyas.models.config_file import (
+    Fields,
+    read_dtype,
+    read_json,
+    read_quantization,
+    read_rope,
+)
+from eyas.models.findings import Findings
+from eyas.types import EyasError
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What one family fixes, and its defaults for keys that a config.json leaves out.
+
+    qkv_bias, o_bias: None where `attention_bias` decides. head_dim: None is hidden / heads.
+    """
+
+    model_type: str
+    max_positions: int
+    num_kv_heads: int | None
+    head_dim: int | None
+    qkv_bias: bool | None
+    o_bias: bool | None
+    reads_mlp_bias: bool
+    qk_norm: bool
+    has_windows: bool
+    eos_token_id: int | None
+    bos_token_id: int | None
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family("llama", 2048, None, None, None, None, True, False, False, 2, 1),
+    "Qwen2ForCausalLM": Family(
+        "qwen2", 32768, 32, None, True, False, False, False, True, None, None
+    ),
+    "Qwen3ForCausalLM": Family("qwen3", 32768, 32, 128, None, None, False, True, True, None, None),
+}
+
+
+def read_target_config(folder: str | Path) -> ModelConfig:
+    """Read a target's shape from `folder`, which holds a config.json.
+
+    Raises CheckError (an EyasError) with every key that is missing, wrong or not supported.
+    """
+    folder, findings = Path(folder), Findings()
+    if not folder.is_dir():
+        findings.error(
+            "target",
+            "target-not-found",
+            f"{folder} is not a folder",
+            "give the folder that holds the target's config.json and weights",
+        )
+        findings.raise_on_errors()
+    try:
+        data = read_json(folder / "config.json")
+        generation = folder / "generation_config.json"
+        generation_data = read_json(generation) if generation.exists() else {}
+    except EyasError as error:
+        findings.error("target", "config-unreadable", str(error))
+        findings.raise_on_errors()
+        raise AssertionError from None
+    architecture = _architecture(data)
+    if architecture not in FAMILIES:
+        _report_unsupported(architecture, data, findings)
+        findings.raise_on_errors()
+    fields = Fields(data, where=str(folder / "config.json"), subject="target")
+    extra = Fields(generation_data, where=str(generation), subject="target")
+    config = _read_family(architecture, fields, extra, folder)
+    fields.report(findings)
+    extra.report(findings)
+    if not findings:  # shapes are only worth comparing when all of them were read
+        _check_shapes(config, findings)
+    findings.raise_on_errors()
+    return config
+
+
+def position_limit(config: ModelConfig) -> int:
+    """The longest sequence that the rotary embedding was made for, scaling included.
+
+    `max_position_embeddings` is the default length; files that switch a scaling on often leave it
+    at the length before scaling.
+    """
+    rope, limit = config.rope, config.max_position_embeddings
+    if rope.factor is None:
+        return limit
+    if rope.kind in ("linear", "dynamic"):
+        return int(limit * rope.factor)
+    if rope.kind == "yarn" and rope.original_max_position_embeddings:
+        return max(limit, int(rope.original_max_position_embeddings * rope.factor))
+    return limit
+
+
+def _architecture(data: dict[str, Any]) -> str:
+    """The named architecture; a file without one is told by its model_type, as in transformers."""
+    names = data.get("architectures")
+    if isinstance(names, list) and names:
+        return str(names[0])
+    by_type = {family.model_type: name for name, family in FAMILIES.items()}
+    model_type = str(data.get("model_type"))
+    return by_type.get(model_type, model_type)
+
+
+def _report_unsupported(architecture: str, data: dict[str, Any], findings: Findings) -> None:
+    near = difflib.get_close_matches(architecture, FAMILIES, n=2)
+    hint = f"the nearest supported names are {' and '.join(near)}" if near else ""
+    if data.get("draft_vocab_size") is not None or "speculators_model_type" in data:
+        hint = "this is a draft: give it as --draft, and its target as --model"
+    findings.error(
+        "target",
+        "unsupported-architecture",
+        f"the architecture {architecture!r} is not supported; "
+        f"supported are {', '.join(sorted(FAMILIES))}",
+        hint,
+    )
+
+
+def _read_family(architecture: str, fields: Fields, extra: Fields, folder: Path) -> ModelConfig:
+    family = FAMILIES[architecture]
+    num_heads = fields.integer("num_attention_heads")
+    hidden_size = fields.integer("hidden_size")
+    max_positions = fields.integer("max_position_embeddings", family.max_positions)
+    # Absent is the family's default; null is "as many as heads".
+    num_kv_heads = fields.optional_integer("num_key_value_heads")
+    if "num_key_value_heads" not in fields.data:
+        num_kv_heads = family.num_kv_heads
+    head_dim = fields.optional_integer("head_dim") or family.head_dim
+    if head_dim is None and hidden_size % num_heads:
+        fields.problems.append(
+            f"hidden_size {hidden_size} is no multiple of the {num_heads} heads; add head_dim"
+        )
+    attention_bias = fields.flag("attention_bias", False)
+    qkv_bias = attention_bias if family.qkv_bias is None else family.qkv_bias
+    o_bias = attention_bias if family.o_bias is None else family.o_bias
+    num_layers = fields.integer("num_hidden_layers")
+    activation = fields.text("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        fields.problems.append(f"hidden_act must be silu, not {activation!r}")
+    eos = fields.token_ids("eos_token_id")
+    if "eos_token_id" not in fields.data and family.eos_token_id is not None:
+        eos = (family.eos_token_id,)
+    return ModelConfig(
+        architecture=architecture,
+        model_type=fields.text("model_type", family.model_type),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads or num_heads,
+        head_dim=head_dim or max(hidden_size // num_heads, 1),
+        vocab_size=fields.integer("vocab_size"),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=read_rope(fields, max_positions=max_positions),
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        qkv_bias=qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=fields.flag("mlp_bias", False) and family.reads_mlp_bias,
+        qk_norm=family.qk_norm,
+        dtype=read_dtype(fields),
+        eos_token_ids=tuple(dict.fromkeys(eos + extra.token_ids("eos_token_id"))),
+        bos_token_id=_bos(fields, family),
+        quantization=read_quantization(fields, folder),
+        sliding_window=_sliding_window(fields, num_layers) if family.has_windows else None,
+    )
+
+
+def _bos(fields: Fields, family: Family) -> int | None:
+    if "bos_token_id" not in fields.data:
+        return family.bos_token_id
+    ids = fields.token_ids("bos_token_id")
+    return ids[0] if ids else None
+
+
+def _sliding_window(fields: Fields, num_layers: int) -> int | None:
+    """The window of the layers that have one, None when every layer sees everything (Qwen)."""
+    window = fields.optional_integer("sliding_window") or 4096
+    layer_types = fields.data.get("layer_types")
+    if isinstance(layer_types, list):
+        return window if "sliding_attention" in layer_types else None
+    if not fields.flag("use_sliding_window", False):
+        return None
+    first = fields.integer("max_window_layers", 28, least=0)
+    return window if first < num_layers else None
+
+
+def _check_shapes(config: ModelConfig, findings: Findings) -> None:
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if heads % kv_heads:
+        findings.error(
+            "target",
+            "config-wrong-value",
+            f"{heads} attention heads cannot be shared among {kv_heads} key/value heads",
+        )
+    rotated = config.head_dim * config.rope.partial
+    if rotated % 2 or not 0 < config.rope.partial <= 1:
+        findings.error(
+            "target",
+            "config-wrong-value",
+            f"a head of {config.head_dim} with partial_rotary_factor {config.rope.partial} "
+            "leaves no even number of elements to rotate",
+        )

@@ -1,0 +1,1 @@
+"""Attention backends with one interface: `torch_backend` is the reference on every device."""

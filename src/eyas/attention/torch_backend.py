@@ -1,0 +1,162 @@
+"""Reference attention over the paged cache, in torch operations only, on any device (D8).
+
+A plan is made once per forward and shared by all layers. Every plan comes down to rows: the rows
+of the pool that the batch writes, and for each request the rows that it reads with an additive
+mask. Lengths and page tables are read from device memory; the only host number is an upper bound
+of the lengths, which fixes the shapes.
+
+Shape suffixes: B requests, Q query rows a request, T = B * Q rows, S rows read, N scratch rows
+read, P pages a request, H query heads, K key/value heads, G = H / K, D head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eyas.cache.pool import KVPool
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Rows [start, start + B * Q) of the batch and what they read.
+
+    read_BS: int64 pool rows; masked entries point to the null row. bias_BQS: 0 or -inf.
+    """
+
+    start: int
+    read_BS: Tensor
+    bias_BQS: Tensor
+
+
+class TorchAttention:
+    """Implements contract.attention.Attention for one planned forward."""
+
+    def __init__(self, pool: KVPool, *, write_T: Tensor, segments: Sequence[Segment]) -> None:
+        self._pool, self._write_T, self._segments = pool, write_T, segments
+        self._grouped_bias: dict[int, list[Tensor]] = {}
+
+    def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Store keys and values of the batch's rows."""
+        self._pool.k_LRKD[layer].index_copy_(0, self._write_T, k_TKD)
+        self._pool.v_LRKD[layer].index_copy_(0, self._write_T, v_TKD)
+
+    def attend(self, layer: int, q_THD: Tensor) -> Tensor:
+        """[T, H, D] -> [T, H * Dv]."""
+        num_groups = q_THD.shape[1] // self._pool.layout.num_kv_heads
+        if num_groups not in self._grouped_bias:  # made once, used by every layer
+            self._grouped_bias[num_groups] = [
+                s.bias_BQS.repeat(1, num_groups, 1)[:, None] for s in self._segments
+            ]
+        biases = self._grouped_bias[num_groups]
+        parts = [
+            self._attend_segment(layer, q_THD, segment, bias)
+            for segment, bias in zip(self._segments, biases, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _attend_segment(
+        self, layer: int, q_THD: Tensor, segment: Segment, bias_B1GQS: Tensor
+    ) -> Tensor:
+        num_requests, num_queries, num_read = segment.bias_BQS.shape
+        num_kv_heads = self._pool.layout.num_kv_heads
+        num_rows = num_requests * num_queries
+        q = q_THD[segment.start : segment.start + num_rows]
+        # The query heads of one key/value head become extra query rows: nothing is repeated.
+        q = q.view(num_requests, num_queries, num_kv_heads, -1, q.shape[-1])
+        q = q.permute(0, 2, 3, 1, 4).reshape(num_requests, num_kv_heads, -1, q.shape[-1])
+        read = segment.read_BS.view(-1)
+        k = self._pool.k_LRKD[layer].index_select(0, read)
+        v = self._pool.v_LRKD[layer].index_select(0, read)
+        k = k.view(num_requests, num_read, num_kv_heads, -1).transpose(1, 2)
+        v = v.view(num_requests, num_read, num_kv_heads, -1).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias_B1GQS)
+        out = out.view(num_requests, num_kv_heads, -1, num_queries, out.shape[-1])
+        return out.permute(0, 3, 1, 2, 4).reshape(num_rows, -1)
+
+
+class TorchBackend:
+    """Plans attention over one pool."""
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
+
+    def page_rows(self, page_table_BP: Tensor, index_BQ: Tensor) -> Tensor:
+        """Pool rows [B, Q] of cache indices [B, Q] (int64), through the page tables."""
+        size = self.pool.page_size
+        page_BQ = page_table_BP.gather(1, index_BQ // size)
+        return page_BQ * size + index_BQ % size
+
+    def scratch_rows(self, slots_B: Tensor, node_Q: Tensor) -> Tensor:
+        """Pool rows [B, Q] of scratch nodes (int64 [Q]) of the slots."""
+        first_B = self.pool.num_page_rows + slots_B * self.pool.num_scratch_rows
+        return first_B[:, None] + node_Q[None, :]
+
+    def plan_tree(
+        self,
+        *,
+        page_table_BP: Tensor,
+        slots_B: Tensor,
+        first_index: int,
+        end_index_B: Tensor,
+        visible_BQN: Tensor,
+        first_node: int,
+        max_kv_len: int,
+    ) -> TorchAttention:
+        """Q rows a request over pages [first_index, end_index) and the scratch tail.
+
+        The rows are written to scratch nodes first_node .. first_node + Q - 1; of the scratch
+        nodes 0 .. N - 1 each row sees those that visible_BQN (bool) names, itself among them.
+        max_kv_len: no end_index is above it; a bound past the page tables is cut to them.
+        """
+        num_requests, num_queries, num_nodes = visible_BQN.shape
+        max_kv_len = min(max_kv_len, page_table_BP.shape[1] * self.pool.page_size)
+        device = slots_B.device
+        node_N = torch.arange(num_nodes, device=device)
+        tail_BN = self.scratch_rows(slots_B, node_N)
+        index_S = torch.arange(first_index, max(max_kv_len, first_index), device=device)
+        in_prefix_BS = index_S[None, :] < end_index_B[:, None]
+        prefix_BS = self.page_rows(page_table_BP, index_S.expand(num_requests, -1))
+        prefix_BS = torch.where(in_prefix_BS, prefix_BS, 0)
+        # A node that no row of this request sees may never have been written.
+        tail_seen_BN = visible_BQN.any(1)
+        read_BS = torch.cat((prefix_BS, torch.where(tail_seen_BN, tail_BN, 0)), dim=1)
+        prefix_BQS = in_prefix_BS[:, None, :].expand(-1, num_queries, -1)
+        allowed_BQS = torch.cat((prefix_BQS, visible_BQN), dim=2)
+        write_BQ = tail_BN[:, first_node : first_node + num_queries]
+        return TorchAttention(
+            self.pool,
+            write_T=write_BQ.reshape(-1),
+            segments=[Segment(0, read_BS, self._bias(allowed_BQS))],
+        )
+
+    def plan_prefill(
+        self, *, page_table_BP: Tensor, chunks: Sequence[tuple[int, int]], device: torch.device
+    ) -> TorchAttention:
+        """Causal attention of prompt chunks: request b's rows are positions start..end - 1.
+
+        chunks: (start, end) by request, host numbers; the rows follow one another in the batch.
+        """
+        writes, segments, row = [], [], 0
+        for request, (start, end) in enumerate(chunks):
+            table_1P = page_table_BP[request : request + 1]
+            index_S = torch.arange(end, device=device)
+            read_1S = self.page_rows(table_1P, index_S[None])
+            allowed_1QS = index_S[None, None, :] <= index_S[None, start:, None]
+            segments.append(Segment(row, read_1S, self._bias(allowed_1QS)))
+            writes.append(read_1S[0, start:])
+            row += end - start
+        return TorchAttention(self.pool, write_T=torch.cat(writes), segments=segments)
+
+    def plan_write(self, write_T: Tensor) -> TorchAttention:
+        """Only store keys and values at the given pool rows; nothing attends."""
+        return TorchAttention(self.pool, write_T=write_T, segments=[])
+
+    def _bias(self, allowed: Tensor) -> Tensor:
+        dtype = self.pool.k_LRKD.dtype
+        bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+        return bias.masked_fill_(~allowed, float("-inf"))

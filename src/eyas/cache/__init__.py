@@ -1,0 +1,1 @@
+"""Paged key/value storage: the tensors (`pool`) and the page allocator (`pages`)."""

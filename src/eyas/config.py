@@ -1,0 +1,134 @@
+"""The engine's settings: one frozen dataclass, from which the command line's flags are made."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+MAX_TREE_NODES = 64  # a row's ancestors are one int64 mask (D8)
+
+
+class ConfigError(ValueError):
+    """Settings that are unknown, out of range or contradict one another; says what to write."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeShape:
+    """Shape of a draft tree. depth: draft levels; topk: children a beam; num_nodes: root included.
+
+    A chain of K is TreeShape(K, 1, K + 1); plain decoding is TreeShape(0, 1, 1), the root alone.
+    """
+
+    depth: int
+    topk: int
+    num_nodes: int
+
+    def __post_init__(self) -> None:
+        if self.depth < 0 or self.topk < 1:
+            raise ConfigError(f"a tree needs depth >= 0 and topk >= 1, not {self}")
+        most = 1 + self.num_candidates
+        if not self.depth + 1 <= self.num_nodes <= min(most, MAX_TREE_NODES):
+            raise ConfigError(
+                f"a tree of depth {self.depth} and topk {self.topk} has between {self.depth + 1} "
+                f"and {min(most, MAX_TREE_NODES)} nodes with its root, not {self.num_nodes}"
+            )
+        if self.num_draft_rows > MAX_TREE_NODES:
+            raise ConfigError(
+                f"depth {self.depth} with topk {self.topk} runs {self.num_draft_rows} draft rows; "
+                f"(depth - 1) x topk may be at most {MAX_TREE_NODES}"
+            )
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates before pruning: topk + (depth - 1) × topk², without the root."""
+        return self.topk + (self.depth - 1) * self.topk**2 if self.depth else 0
+
+    @property
+    def num_draft_rows(self) -> int:
+        """Rows that the draft runs in a round beyond the extend: (depth - 1) × topk."""
+        return max(self.depth - 1, 0) * self.topk
+
+    @property
+    def is_chain(self) -> bool:
+        """True for a chain, plain decoding included."""
+        return self.topk == 1
+
+
+PLAIN = TreeShape(0, 1, 1)
+
+
+def _setting(default: Any, text: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Every setting of the engine. Raises ConfigError when values contradict one another."""
+
+    model: str = dataclasses.field(
+        metadata={"help": "Target: a local folder, a hub id, or smollm2-135m."}
+    )
+    draft: str | None = _setting(None, "EAGLE-3 draft: a local folder or a hub id.")
+    device: Literal["auto", "cpu", "cuda"] = _setting("auto", "Where the models run.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
+        "auto", "Dtype of weights and KV cache; auto takes the checkpoint's."
+    )
+    num_speculative_tokens: int | None = _setting(
+        None, "Draft levels K a round (default 3 with a draft; 0 switches drafting off)."
+    )
+    topk: int = _setting(1, "Children a tree beam; 1 is a chain.")
+    num_tree_nodes: int | None = _setting(
+        None, "Nodes verified a round with the root (default: all, at most 64)."
+    )
+    max_batch_size: int = _setting(16, "Requests that run at once.")
+    max_model_len: int | None = _setting(None, "Longest prompt + answer; default: the model's own.")
+    page_size: int = _setting(16, "Tokens a KV page.")
+    kv_cache_tokens: int | None = _setting(
+        None, "Tokens the KV cache holds; default: the whole batch at full length, or what fits."
+    )
+    prefill_chunk_tokens: int = _setting(512, "Prompt tokens processed between two rounds.")
+    run_ahead: int = _setting(1, "Rounds launched before the last one's tokens are read: 0 or 1.")
+    draft_boundaries: tuple[int, ...] | None = _setting(
+        None, "Override the target boundaries that the draft reads, for example 2,15,27."
+    )
+    draft_norm_output: bool | None = _setting(
+        None, "Override whether the draft feeds back its normed hidden state (EAGLE-3.1)."
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "page_size", "prefill_chunk_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+        for name in ("max_model_len", "kv_cache_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        if self.run_ahead not in (0, 1):
+            raise ConfigError(f"--run-ahead must be 0 or 1, not {self.run_ahead}")
+        if self.draft is None:
+            self._refuse_draft_settings()
+        self.tree_shape()  # raises on a shape that cannot be
+
+    def _refuse_draft_settings(self) -> None:
+        needs_draft = {
+            "num_speculative_tokens": self.num_speculative_tokens not in (None, 0),
+            "topk": self.topk != 1,
+            "num_tree_nodes": self.num_tree_nodes not in (None, 1),
+            "draft_boundaries": self.draft_boundaries is not None,
+            "draft_norm_output": self.draft_norm_output is not None,
+        }
+        for name, is_set in needs_draft.items():
+            if is_set:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} needs a draft: add --draft, or leave {flag} out")
+
+    def tree_shape(self) -> TreeShape:
+        """The shape of a speculative round; PLAIN without a draft or with K = 0."""
+        depth = self.num_speculative_tokens
+        if depth is None:
+            depth = 3 if self.draft is not None else 0
+        if depth == 0:
+            return PLAIN
+        whole = 1 + self.topk + (depth - 1) * self.topk**2
+        num_nodes = self.num_tree_nodes or min(whole, MAX_TREE_NODES)
+        return TreeShape(depth, self.topk, num_nodes)

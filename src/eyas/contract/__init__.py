@@ -1,0 +1,1 @@
+"""Typed interfaces between the engine, models, drafts and attention (interfaces only, D4)."""

@@ -1,0 +1,40 @@
+"""What a model needs of attention: one call per layer, already planned for the batch (D2, D7, D8).
+
+Shape suffixes: T tokens (rows of the batch, flattened), H query heads, K key/value heads,
+D head size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class KVLayout:
+    """How one model's keys and values are stored, per token and layer.
+
+    num_layers, num_kv_heads: counts. head_dim: elements of a key; v_head_dim: of a value.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+    @property
+    def elements_per_token(self) -> int:
+        """Stored elements for one token over all layers (bytes = this × dtype size)."""
+        return self.num_layers * self.num_kv_heads * (self.head_dim + self.v_head_dim)
+
+
+class Attention(Protocol):
+    """Attention for one forward pass; reads lengths and page tables from device memory."""
+
+    def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
+        """Store keys (rotated) and values of the batch's rows in the cache of `layer`."""
+
+    def attend(self, layer: int, q_THD: Tensor) -> Tensor:
+        """Attend with queries [T, H, D] over the cache of `layer`; returns [T, H * Dv]."""

@@ -1,0 +1,119 @@
+"""What speculation needs of a target, declared once, and delegation for models that wrap another.
+
+`Target` is the only declaration. A wrapper (a vision-language model around a language model)
+derives from `wrapper_of("language_model")` and gets every member that it does not define itself
+by delegation, so that a member added here is delegated the same day (D4). Names are those which
+the field uses (SGLang's `get_embed_and_head`, `set_eagle3_layers_to_capture`).
+
+Shape suffixes: T tokens, H hidden, F captured features (number of boundaries × H), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from eyas.contract.attention import Attention, KVLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetOutput:
+    """hidden_TH: after the final norm. features_TF: captured boundaries, lowest first, or None."""
+
+    hidden_TH: Tensor
+    features_TF: Tensor | None
+
+
+class Target(Protocol):
+    """The interface of a target model."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding table."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers n; boundaries run from 0 to n."""
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """Layout of the target's own keys and values."""
+
+    @property
+    def captured_boundaries(self) -> tuple[int, ...]:
+        """Boundaries that the next forward captures, ascending."""
+
+    def get_embed_and_head(self) -> tuple[Tensor, Tensor]:
+        """(embedding [V, H], head [V, H]); shared, not copied."""
+
+    def set_embed_and_head(self, embed_VH: Tensor, head_VH: Tensor) -> None:
+        """Replace embedding and head. Raises EyasError if a shape differs."""
+
+    def set_eagle3_layers_to_capture(self, boundaries: Sequence[int]) -> None:
+        """Choose the boundaries to capture: boundary i is the residual stream entering layer i,
+        n the last block's output before the final norm (D3). Raises EyasError out of 0..n."""
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention) -> TargetOutput:
+        """One pass over T rows (tokens, positions: int64)."""
+
+    def compute_logits(self, hidden_TH: Tensor) -> Tensor:
+        """Logits [T, V] of final-normed hidden states."""
+
+
+def interface_members(interface: type) -> tuple[str, ...]:
+    """Names of all public members that an interface declares, in order of declaration."""
+    return tuple(
+        name
+        for name, value in vars(interface).items()
+        if not name.startswith("_") and (callable(value) or isinstance(value, property))
+    )
+
+
+def missing_members(model_class: type, interface: type = Target) -> tuple[str, ...]:
+    """Members of `interface` that `model_class` lacks (on the class: nothing is instantiated)."""
+    return tuple(n for n in interface_members(interface) if getattr(model_class, n, None) is None)
+
+
+def _delegate(inner: str, name: str, declared: Any) -> Any:
+    if isinstance(declared, property):
+        return property(lambda self: getattr(getattr(self, inner), name), doc=declared.__doc__)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(getattr(self, inner), name)(*args, **kwargs)
+
+    method.__name__ = name
+    method.__doc__ = declared.__doc__
+    return method
+
+
+def wrapper_of(inner: str, interface: type = Target) -> type:
+    """A base class whose subclasses delegate every undefined interface member to `self.<inner>`.
+
+    The members are read from the interface when a subclass is made, so nothing can be forgotten;
+    what the subclass (or a base of it) defines wins. No `__getattr__`: what is delegated can be
+    seen on the class, and a member that is absent there is an error at class level.
+    """
+
+    class Wrapper:
+        inner_model_attribute = inner
+
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            super().__init_subclass__(**kwargs)
+            for name in interface_members(interface):
+                # Base classes such as nn.Module define unrelated placeholders (`forward`).
+                defined = any(name in vars(base) for base in cls.__mro__ if _is_ours(base))
+                if not defined:
+                    setattr(cls, name, _delegate(inner, name, vars(interface)[name]))
+
+    return Wrapper
+
+
+def _is_ours(base: type) -> bool:
+    return base is not object and not base.__module__.startswith("torch.")

@@ -1,0 +1,252 @@
+"""The loop: admit, prefill a chunk, run a round, read what earlier launches told (D6, D8).
+
+The loop is synchronous and owns no thread: `step` does one turn. `run_ahead` launches stay unread
+when a step returns, so that the host works on one round while the device runs the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from eyas import kernels
+from eyas.cache.pages import OutOfPagesError, PageAllocator
+from eyas.engine.worker import Pending, RoundResult, Worker
+from eyas.scheduler.scheduler import Phase, Request, Scheduler
+from eyas.speculative.round import PrefillChunk
+from eyas.speculative.state import MAX_STOP_IDS, SlotSettings
+from eyas.types import EyasError, FinishReason, SamplingParams, StepOutput
+
+_FINISH = {kernels.FINISH_STOP: FinishReason.STOP, kernels.FINISH_LENGTH: FinishReason.LENGTH}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launch:
+    """A prefill or a round that the host has not read."""
+
+    requests: list[Request]
+    pending: Pending
+    is_round: bool
+
+
+class Engine:
+    """Serves requests on one worker. Not thread-safe: call it from one thread."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        eos_token_ids: Sequence[int],
+        vocab_size: int,
+        chunk_tokens: int,
+        run_ahead: int,
+    ) -> None:
+        shape = worker.shape
+        self.worker = worker
+        self.max_model_len = shape.max_model_len
+        self._eos_token_ids, self._vocab_size = tuple(eos_token_ids), vocab_size
+        self._run_ahead = run_ahead
+        self.scheduler = Scheduler(
+            PageAllocator(shape.num_pages),
+            num_slots=shape.num_slots,
+            page_size=shape.page_size,
+            chunk_tokens=chunk_tokens,
+            round_tokens=shape.tree.depth + 1,
+        )
+        self.requests: dict[str, Request] = {}
+        self._unread: deque[list[_Launch]] = deque()  # one list a turn, oldest first
+        self._arrivals = itertools.count()
+        self.on_round: Callable[[], None] | None = None  # tests look at the state between rounds
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another step would do something."""
+        return self.scheduler.has_work or bool(self._unread)
+
+    def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Queue a request. Raises EyasError when it can never run as asked."""
+        if request_id in self.requests:
+            raise EyasError(f"request id {request_id!r} is in use")
+        max_new_tokens = self._validate(prompt_token_ids, params)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt_token_ids),
+            params=params,
+            seed=_signed64(secrets.randbits(64) if params.seed is None else params.seed),
+            max_new_tokens=max_new_tokens,
+            arrival=next(self._arrivals),
+        )
+        self.requests[request_id] = request
+        self.scheduler.add(request)
+
+    def _validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
+        num_prompt = len(prompt_token_ids)
+        if num_prompt == 0:
+            raise EyasError("the prompt is empty: give at least one token")
+        wrong = [t for t in prompt_token_ids if not 0 <= t < self._vocab_size]
+        if wrong:
+            raise EyasError(f"token {wrong[0]} is outside the vocabulary of {self._vocab_size}")
+        room = self.max_model_len - num_prompt
+        if room < 1:
+            raise EyasError(
+                f"the prompt has {num_prompt} tokens, the model length is {self.max_model_len} "
+                "and at least one token must be left for the answer: shorten the prompt"
+            )
+        max_new_tokens = room if params.max_tokens is None else params.max_tokens
+        if max_new_tokens > room:
+            raise EyasError(
+                f"{num_prompt} prompt tokens and max_tokens {max_new_tokens} exceed the model "
+                f"length of {self.max_model_len}: ask for at most {room} tokens"
+            )
+        usable = self.scheduler.allocator.num_usable
+        needed = self.scheduler.num_pages(num_prompt + max_new_tokens)
+        if needed > usable:
+            raise EyasError(
+                f"the request needs {needed} KV pages and the cache has {usable}: raise "
+                "--kv-cache-tokens or lower max_tokens"
+            )
+        num_stop = len(set(params.stop_token_ids) | set(self._eos_token_ids))
+        if num_stop > MAX_STOP_IDS:
+            raise EyasError(f"{num_stop} stop token ids, at most {MAX_STOP_IDS} are supported")
+        return max_new_tokens
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; its slot and pages are free at once. Unknown ids are ignored."""
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            self._finish(request)
+
+    def step(self) -> list[StepOutput]:
+        """One turn of the loop; returns what became known."""
+        for request in self.scheduler.admit():
+            self._enter_slot(request)
+        self._unread.append([])
+        self._launch_prefill()
+        outputs = self._make_room()
+        self._launch_round()
+        idle = not (self._unread and self._unread[-1])
+        return outputs + self._read_down_to(0 if idle else self._run_ahead)
+
+    def _enter_slot(self, request: Request) -> None:
+        assert request.slot is not None
+        stop_ids = sorted({*request.params.stop_token_ids, *self._eos_token_ids})
+        settings = SlotSettings(
+            remaining=request.num_remaining,
+            temperature=request.params.temperature,
+            seed=request.seed,
+            stop_ids=stop_ids,
+        )
+        self.worker.admit(request.slot, settings, request.token_ids)
+        self.worker.set_pages(request.slot, request.pages)
+
+    def _launch_prefill(self) -> None:
+        chunks = []
+        planned = self.scheduler.plan_prefill()
+        for chunk in planned:
+            request = chunk.request
+            assert request.slot is not None
+            tokens = request.token_ids
+            next_token = None if chunk.is_last else tokens[chunk.end]
+            chunks.append(
+                PrefillChunk(request.slot, chunk.start, tokens[chunk.start : chunk.end], next_token)
+            )
+        if chunks:
+            requests = [c.request for c in planned]
+            pending = self.worker.prefill(chunks, sampled=_any_sampled(requests))
+            self._unread[-1].append(_launch(requests, pending, is_round=False))
+
+    def _make_room(self) -> list[StepOutput]:
+        """Grow every running request for the next round; read, then preempt, where pages lack."""
+        outputs: list[StepOutput] = []
+        for request in self.scheduler.running:
+            while request.phase is Phase.RUNNING:
+                try:
+                    if self.scheduler.grow(request):
+                        assert request.slot is not None
+                        self.worker.set_pages(request.slot, request.pages)
+                    break
+                except OutOfPagesError:
+                    if any(self._unread):  # reading may free pages, and preemption needs it
+                        outputs += self._read_down_to(0)
+                        continue
+                    slot = self.scheduler.admitted[-1].slot
+                    self.scheduler.preempt()
+                    assert slot is not None
+                    self.worker.release(slot)
+        return outputs
+
+    def _launch_round(self) -> None:
+        running = self.scheduler.running
+        if not running:
+            return
+        slots = [r.slot for r in running if r.slot is not None]
+        round_tokens = self.worker.shape.tree.depth + 1
+        longest = max(r.num_tokens + r.num_unread * round_tokens for r in running)
+        pending = self.worker.round(slots, max_kv_len=longest, sampled=_any_sampled(running))
+        if not self._unread:  # making room has read this turn's prefill already
+            self._unread.append([])
+        self._unread[-1].append(_launch(running, pending, is_round=True))
+        if self.on_round is not None:
+            self.on_round()
+
+    def _read_down_to(self, num_turns: int) -> list[StepOutput]:
+        """Read the oldest turns until `num_turns` are unread."""
+        outputs: list[StepOutput] = []
+        while len(self._unread) > num_turns:
+            for launch in self._unread.popleft():
+                outputs += self._read(launch)
+        return outputs
+
+    def _read(self, launch: _Launch) -> list[StepOutput]:
+        results = launch.pending.read()
+        outputs = (
+            self._apply(request, result, is_round=launch.is_round)
+            for request, result in zip(launch.requests, results, strict=True)
+        )
+        return [output for output in outputs if output is not None]
+
+    def _apply(self, request: Request, result: RoundResult, *, is_round: bool) -> StepOutput | None:
+        if request.phase is Phase.FINISHED:  # aborted, or stopped in an earlier launch
+            return None
+        request.num_unread -= 1
+        if not result.token_ids:
+            return None
+        request.output_token_ids += result.token_ids
+        if is_round:
+            request.num_rounds += 1
+            request.num_round_tokens += len(result.token_ids)
+        reason = _FINISH.get(result.finish)
+        if reason is not None:
+            self._finish(request)
+            del self.requests[request.request_id]
+        return StepOutput(
+            request.request_id,
+            result.token_ids,
+            reason,
+            num_rounds=request.num_rounds,
+            num_round_tokens=request.num_round_tokens,
+        )
+
+    def _finish(self, request: Request) -> None:
+        if request.slot is not None:
+            self.worker.release(request.slot)
+        self.scheduler.finish(request)
+
+
+def _launch(requests: list[Request], pending: Pending, *, is_round: bool) -> _Launch:
+    for request in requests:
+        request.num_unread += 1
+    return _Launch(requests, pending, is_round)
+
+
+def _any_sampled(requests: Sequence[Request]) -> bool:
+    return any(r.params.temperature > 0 for r in requests)
+
+
+def _signed64(value: int) -> int:
+    """Any integer as a signed 64-bit one, so that equal seeds stay equal."""
+    value &= 0xFFFFFFFFFFFFFFFF
+    return value - (1 << 64) if value >= 1 << 63 else value

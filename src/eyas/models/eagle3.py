@@ -1,0 +1,206 @@
+"""The EAGLE-3 draft: one Llama-type layer whose attention reads [embedding, hidden] (2H wide).
+
+Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time
+Test" (2025), section 3; the norm variants are those of EAGLE-3.1, ModelOpt and speculators.
+
+Shape suffixes: T rows, F captured features, H draft hidden, V draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from eyas.contract.attention import Attention, KVLayout
+from eyas.contract.draft import DraftOutput
+from eyas.contract.target import Target
+from eyas.models.config import DraftConfig
+from eyas.models.layers import GatedMLP, RMSNorm, RotaryEmbedding, SelfAttention
+from eyas.models.linear import Linear
+from eyas.types import EyasError
+
+
+class Eagle3Layer(nn.Module):
+    """The draft's decoder layer: the residual is the hidden input, the embedding only informs."""
+
+    def __init__(
+        self, config: DraftConfig, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        decoder = config.decoder
+        size, eps = decoder.hidden_size, decoder.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
+        self.hidden_norm = RMSNorm(size, eps, dtype=dtype, device=device)
+        self.self_attn = SelfAttention(decoder, 0, in_features=2 * size, dtype=dtype, device=device)
+        self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
+        self.mlp = GatedMLP(decoder, dtype=dtype, device=device)
+        self.norm_before_residual = config.norm_before_residual
+
+    def attention_input(self, embed_TH: Tensor, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """(input of qkv [T, 2H], residual [T, H]); the embedding comes first."""
+        normed_TH = self.hidden_norm(hidden_TH)
+        residual_TH = normed_TH if self.norm_before_residual else hidden_TH
+        return torch.cat((self.input_layernorm(embed_TH), normed_TH), dim=-1), residual_TH
+
+    def forward(
+        self,
+        embed_TH: Tensor,
+        hidden_TH: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attention: Attention,
+    ) -> Tensor:
+        """The pre-norm output of the layer."""
+        x, residual_TH = self.attention_input(embed_TH, hidden_TH)
+        residual_TH = residual_TH + self.self_attn(x, rotary, attention)
+        return residual_TH + self.mlp(self.post_attention_layernorm(residual_TH))  # type: ignore[no-any-return]
+
+
+class Eagle3Draft(nn.Module):
+    """Implements contract.draft.Draft. Weights are uninitialised until loaded.
+
+    Call `share_with_target` once before use: it takes the target's embedding and head where the
+    checkpoint has none of its own.
+    """
+
+    d2t: Tensor
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        num_positions: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        decoder, size = config.decoder, config.decoder.hidden_size
+        eps, width = decoder.rms_norm_eps, config.num_features
+        self.input_norm = self.fc_norm = None
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(width, eps, dtype=dtype, device=device)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(
+                RMSNorm(config.target_hidden_size, eps, dtype=dtype, device=device)
+                for _ in config.boundaries
+            )
+        self.fc = Linear(width, size, bias=config.fc_bias, dtype=dtype, device=device)
+        self.layers = nn.ModuleList([Eagle3Layer(config, dtype=dtype, device=device)])
+        self.norm = RMSNorm(size, eps, dtype=dtype, device=device)
+        if config.has_embedding:
+            embedding = nn.Embedding(decoder.vocab_size, size, dtype=dtype, device=device)
+            self.embed_tokens: nn.Embedding | None = embedding.requires_grad_(False)
+        else:
+            self.embed_tokens = None
+        self.lm_head: Linear | None = None
+        if config.has_head:
+            self.lm_head = Linear(size, config.draft_vocab_size, dtype=dtype, device=device)
+        if config.has_d2t:
+            empty = torch.empty(config.draft_vocab_size, dtype=torch.int64, device=device)
+            self.register_buffer("d2t", empty)
+        self.rotary = RotaryEmbedding(
+            decoder.rope,
+            decoder.head_dim,
+            num_positions=num_positions or decoder.max_position_embeddings,
+            dtype=dtype,
+            device=device,
+        )
+        self._target_ids: Tensor | None = None
+
+    def share_with_target(self, target: Target) -> None:
+        """Take embedding and head from the target where the checkpoint has none; finish d2t.
+
+        Raises EyasError when widths make sharing impossible.
+        """
+        embed_VH, head_VH = target.get_embed_and_head()
+        size, dtype = self.hidden_size, self.fc.weight.dtype
+        if (self.embed_tokens is None or self.lm_head is None) and embed_VH.shape[1] != size:
+            raise EyasError(
+                f"the draft (hidden {size}) has no embedding or head of its own and cannot share "
+                f"the target's (hidden {embed_VH.shape[1]})"
+            )
+        if self.embed_tokens is None:
+            self.embed_tokens = nn.Embedding(len(embed_VH), size, device="meta")
+            self.embed_tokens.weight = nn.Parameter(embed_VH.detach().to(dtype), False)
+        if self.lm_head is None:
+            self.lm_head = Linear(size, len(head_VH), dtype=dtype, device="meta")
+            self.lm_head.weight = nn.Parameter(head_VH.detach().to(dtype), False)
+        ids = torch.arange(self.draft_vocab_size, device=embed_VH.device)
+        self._target_ids = ids + self.d2t if self.config.has_d2t else ids
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the draft's hidden state."""
+        return self.config.decoder.hidden_size
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Rows of the head."""
+        return self.config.draft_vocab_size
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """One layer of grouped-query keys and values."""
+        decoder = self.config.decoder
+        return KVLayout(1, decoder.num_kv_heads, decoder.head_dim, decoder.head_dim)
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """Target boundaries that are read, lowest first."""
+        return self.config.boundaries
+
+    @property
+    def target_ids_V(self) -> Tensor:
+        """int64 [V]: the target's token id of each draft id."""
+        assert self._target_ids is not None, "share_with_target has not been called"
+        return self._target_ids
+
+    def bind(self, slot: int, prompt_token_ids: Sequence[int]) -> None:
+        """Nothing to do: this draft keeps no state by slot."""
+
+    def combine(self, features_TF: Tensor) -> Tensor:
+        """s = fc(features), with the norm that the checkpoint puts before it; [T, H]."""
+        features_TF = features_TF.to(self.fc.weight.dtype)
+        if self.input_norm is not None:
+            features_TF = self.input_norm(features_TF)
+        if self.fc_norm is not None:
+            chunks = features_TF.chunk(len(self.fc_norm), dim=-1)
+            normed = [norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)]
+            features_TF = torch.cat(normed, dim=-1)
+        return self.fc(features_TF)  # type: ignore[no-any-return]
+
+    @property
+    def _layer(self) -> Eagle3Layer:
+        return cast(Eagle3Layer, self.layers[0])
+
+    def _embed(self, tokens_T: Tensor) -> Tensor:
+        assert self.embed_tokens is not None, "share_with_target has not been called"
+        return self.embed_tokens(tokens_T)  # type: ignore[no-any-return]
+
+    def write_kv(
+        self, tokens_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attention: Attention
+    ) -> None:
+        """Store keys and values of the pairs; no attention, MLP or head runs."""
+        layer = self._layer
+        x, _ = layer.attention_input(self._embed(tokens_T), hidden_TH)
+        _, k_TKD, v_TKD = layer.self_attn.project(x, self.rotary(positions_T))
+        attention.write(0, k_TKD, v_TKD)
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        hidden_TH: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        attention: Attention,
+    ) -> DraftOutput:
+        """One draft step (slots_T is not needed by this draft)."""
+        assert self.lm_head is not None, "share_with_target has not been called"
+        rotary = self.rotary(positions_T)
+        out_TH = self._layer(self._embed(tokens_T), hidden_TH, rotary, attention)
+        normed_TH = self.norm(out_TH)
+        feedback_TH = normed_TH if self.config.norm_output else out_TH
+        return DraftOutput(self.lm_head(normed_TH), feedback_TH)

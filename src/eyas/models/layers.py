@@ -1,0 +1,148 @@
+"""Building blocks shared by all models: norm, rotary embedding, attention, MLP.
+
+Shape suffixes: T tokens, H hidden, I intermediate, D head size; heads are counted by Nq and Nk.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from eyas import kernels
+from eyas.contract.attention import Attention
+from eyas.models.config import ModelConfig, RopeConfig
+from eyas.models.linear import Linear
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale."""
+
+    def __init__(
+        self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype, device=device), False)
+        self.eps = eps
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """[..., H] -> [..., H], computed in fp32."""
+        return kernels.rms_norm(x_TH, self.weight, self.eps)
+
+
+def llama3_frequencies(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
+    """Llama-3.1's frequency scaling: long wavelengths divided by `factor`, a ramp between."""
+    assert rope.factor and rope.low_freq_factor and rope.high_freq_factor
+    assert rope.original_max_position_embeddings
+    wavelength = 2 * math.pi / inv_freq
+    original = rope.original_max_position_embeddings
+    ramp = (original / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    ramp = ramp.clamp(0, 1)
+    return inv_freq * (ramp + (1 - ramp) / rope.factor)
+
+
+class RotaryEmbedding:
+    """cos and sin by position, computed once in fp64 arithmetic on the host and kept as a table.
+
+    Raises ValueError on a scaling kind that is not implemented (the check reports it earlier).
+    """
+
+    def __init__(
+        self,
+        rope: RopeConfig,
+        head_dim: int,
+        *,
+        num_positions: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        dim = int(head_dim * rope.partial)
+        exponent = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+        inv_freq = 1.0 / (rope.theta**exponent)
+        if rope.kind == "llama3":
+            inv_freq = llama3_frequencies(inv_freq, rope)
+        elif rope.kind != "default":
+            raise ValueError(f"rope type {rope.kind!r} is not implemented")
+        angle = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
+        angle = torch.cat((angle, angle), dim=-1)
+        self.cos_PD = angle.cos().to(device=device, dtype=dtype)
+        self.sin_PD = angle.sin().to(device=device, dtype=dtype)
+
+    def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos [T, D], sin [T, D]) of int64 positions."""
+        return self.cos_PD.index_select(0, positions_T), self.sin_PD.index_select(0, positions_T)
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention with merged qkv; `in_features` may be 2H (an EAGLE-3 draft)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        in_features: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim = config.head_dim
+        num_q, num_kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.qkv_proj = Linear(
+            in_features,
+            {"q_proj": num_q, "k_proj": num_kv, "v_proj": num_kv},
+            bias=config.qkv_bias,
+            dtype=dtype,
+            device=device,
+        )
+        self.o_proj = Linear(
+            num_q, config.hidden_size, bias=config.o_bias, dtype=dtype, device=device
+        )
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            eps = config.rms_norm_eps
+            self.q_norm = RMSNorm(self.head_dim, eps, dtype=dtype, device=device)
+            self.k_norm = RMSNorm(self.head_dim, eps, dtype=dtype, device=device)
+
+    def project(self, x_TH: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, Nq, D] and k [T, Nk, D], rotated, and v [T, Nk, D]."""
+        heads = self.qkv_proj(x_TH).view(len(x_TH), -1, self.head_dim)
+        num_q, num_k = self.num_heads, self.num_kv_heads
+        qk, v = heads[:, : num_q + num_k], heads[:, num_q + num_k :]
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat((self.q_norm(qk[:, :num_q]), self.k_norm(qk[:, num_q:])), dim=1)
+        qk = kernels.apply_rope(qk, *rotary)
+        return qk[:, :num_q], qk[:, num_q:], v
+
+    def forward(self, x_TH: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+        """[T, in] -> [T, H]."""
+        q_THD, k_TKD, v_TKD = self.project(x_TH, rotary)
+        attention.write(self.layer, k_TKD, v_TKD)
+        return self.o_proj(attention.attend(self.layer, q_THD))  # type: ignore[no-any-return]
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        size, bias = config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = Linear(
+            config.hidden_size,
+            {"gate_proj": size, "up_proj": size},
+            bias=bias,
+            dtype=dtype,
+            device=device,
+        )
+        self.down_proj = Linear(size, config.hidden_size, bias=bias, dtype=dtype, device=device)
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """[T, H] -> [T, H]."""
+        return self.down_proj(kernels.silu_mul(self.gate_up_proj(x_TH)))  # type: ignore[no-any-return]

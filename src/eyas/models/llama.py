@@ -1,0 +1,159 @@
+"""Llama, and what differs from it only by configuration (Qwen2: biases; Qwen3: q and k norms).
+
+Shape suffixes: T tokens, H hidden, V vocabulary, F captured features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from eyas.contract.attention import Attention, KVLayout
+from eyas.contract.target import TargetOutput
+from eyas.models.config import ModelConfig
+from eyas.models.layers import GatedMLP, RMSNorm, RotaryEmbedding, SelfAttention
+from eyas.models.linear import Linear
+from eyas.types import EyasError
+
+
+class DecoderLayer(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
+        self.self_attn = SelfAttention(config, layer, in_features=size, dtype=dtype, device=device)
+        self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
+        self.mlp = GatedMLP(config, dtype=dtype, device=device)
+
+    def forward(
+        self, hidden_TH: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention
+    ) -> Tensor:
+        """The residual stream entering the next layer."""
+        hidden_TH = hidden_TH + self.self_attn(self.input_layernorm(hidden_TH), rotary, attention)
+        return hidden_TH + self.mlp(self.post_attention_layernorm(hidden_TH))  # type: ignore[no-any-return]
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks and final norm: the checkpoint's `model.*`."""
+
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(
+            config.vocab_size, config.hidden_size, dtype=dtype, device=device
+        ).requires_grad_(False)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, dtype=dtype, device=device)
+            for layer in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+
+
+class LlamaForCausalLM(nn.Module):
+    """A dense decoder-only target; implements contract.target.Target.
+
+    Weights are uninitialised until loaded. num_positions: rows of the rotary table (default: the
+    config's max_position_embeddings); the meta device makes no table.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        num_positions: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config, dtype=dtype, device=device)
+        tied = config.tie_word_embeddings
+        self.lm_head = Linear(
+            config.hidden_size, config.vocab_size, dtype=dtype, device="meta" if tied else device
+        )
+        if tied:
+            self.lm_head.weight = self.model.embed_tokens.weight  # type: ignore[assignment]
+        self.rotary = RotaryEmbedding(
+            config.rope,
+            config.head_dim,
+            num_positions=num_positions or config.max_position_embeddings,
+            dtype=dtype,
+            device=device,
+        )
+        self._boundaries: tuple[int, ...] = ()
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding table."""
+        return self.config.vocab_size
+
+    @property
+    def num_layers(self) -> int:
+        """Number of blocks."""
+        return self.config.num_layers
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """Layout of its keys and values."""
+        c = self.config
+        return KVLayout(c.num_layers, c.num_kv_heads, c.head_dim, c.head_dim)
+
+    @property
+    def captured_boundaries(self) -> tuple[int, ...]:
+        """Boundaries captured by the next forward, ascending."""
+        return self._boundaries
+
+    def get_embed_and_head(self) -> tuple[Tensor, Tensor]:
+        """(embedding [V, H], head [V, H]); shared, not copied."""
+        return self.model.embed_tokens.weight, self.lm_head.weight
+
+    def set_embed_and_head(self, embed_VH: Tensor, head_VH: Tensor) -> None:
+        """Replace embedding and head. Raises EyasError if a shape differs."""
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        if tuple(embed_VH.shape) != shape or tuple(head_VH.shape) != shape:
+            raise EyasError(
+                f"embedding and head must be {shape}, not {tuple(embed_VH.shape)} and "
+                f"{tuple(head_VH.shape)}"
+            )
+        self.model.embed_tokens.weight = nn.Parameter(embed_VH, False)
+        self.lm_head.weight = nn.Parameter(head_VH, False)
+        self.lm_head.packed = None
+
+    def set_eagle3_layers_to_capture(self, boundaries: Sequence[int]) -> None:
+        """Choose the boundaries to capture (D3). Raises EyasError outside 0..num_layers."""
+        wrong = [b for b in boundaries if not 0 <= b <= self.num_layers]
+        if wrong:
+            raise EyasError(f"boundaries {wrong} are outside 0..{self.num_layers}")
+        if list(boundaries) != sorted(set(boundaries)):
+            raise EyasError(f"boundaries must ascend without repeats, not {list(boundaries)}")
+        self._boundaries = tuple(boundaries)
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention) -> TargetOutput:
+        """One pass over T rows (tokens, positions: int64)."""
+        hidden_TH = self.model.embed_tokens(tokens_T)
+        rotary = self.rotary(positions_T)
+        captured = []
+        for layer, block in enumerate(self.model.layers):
+            if layer in self._boundaries:
+                captured.append(hidden_TH)
+            hidden_TH = block(hidden_TH, rotary, attention)
+        if self.num_layers in self._boundaries:
+            captured.append(hidden_TH)
+        features_TF = torch.cat(captured, dim=-1) if captured else None
+        return TargetOutput(self.model.norm(hidden_TH), features_TF)
+
+    def compute_logits(self, hidden_TH: Tensor) -> Tensor:
+        """Logits [T, V] of final-normed hidden states."""
+        return self.lm_head(hidden_TH)  # type: ignore[no-any-return]

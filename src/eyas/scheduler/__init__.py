@@ -1,0 +1,1 @@
+"""Who runs next: queues, token budgets, pages. Pure Python on the host, no tensors."""

@@ -69,20 +69,20 @@ class Coverage:
     twice: list[str] = dataclasses.field(default_factory=list)
     tied: list[tuple[str, str]] = dataclasses.field(default_factory=list)
 
-    def problems(self) -> list[str]:
-        """One line for each way in which the two do not fit; empty when they do."""
-        lines = []
-        if self.missing:
-            lines.append(f"{len(self.missing)} missing: {group_names(self.missing)}")
-        if self.left_over:
-            lines.append(f"{len(self.left_over)} left over: {group_names(self.left_over)}")
-        if self.twice:
-            lines.append(f"{len(self.twice)} stored a second time: {group_names(self.twice)}")
-        for what, wrong in (("shape", self.wrong_shape), ("dtype", self.wrong_dtype)):
+    def lines(self) -> dict[str, str]:
+        """One line for each way in which the two do not fit, by kind; empty when they do."""
+        lines = {}
+        names = {"missing": self.missing, "left-over": self.left_over, "twice": self.twice}
+        for kind, found in names.items():
+            if found:
+                verb = "stored " if kind == "twice" else ""
+                lines[kind] = f"{len(found)} {verb}{kind.replace('-', ' ')}: {group_names(found)}"
+        for kind, wrong in (("wrong-shape", self.wrong_shape), ("wrong-dtype", self.wrong_dtype)):
             shown = [f"{name} is {_show(a)}, expected {_show(b)}" for name, a, b in wrong[:8]]
             more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
             if wrong:
-                lines.append(f"{len(wrong)} of a wrong {what}: {'; '.join(shown)}{more}")
+                what = kind.partition("-")[2]
+                lines[kind] = f"{len(wrong)} of a wrong {what}: {'; '.join(shown)}{more}"
         return lines
 
 
@@ -164,9 +164,9 @@ def load_weights(
     """
     slots = weight_slots(model)
     coverage = cover(slots, checkpoint.tensors, rename=rename, ignore=ignore)
-    problems = coverage.problems()
+    problems = coverage.lines()
     if problems:
-        lines = "\n".join(f"  {problem}" for problem in problems)
+        lines = "\n".join(f"  {problem}" for problem in problems.values())
         raise EyasError(f"{checkpoint.folder} does not fit {type(model).__name__}:\n{lines}")
     _require_equal_heads(checkpoint, coverage)
     total_bytes = sum(checkpoint.tensors[name].num_bytes for name in coverage.sources)
@@ -198,12 +198,12 @@ def _tied_embedding(
     name: str | None, info: TensorInfo, slots: Mapping[str, WeightSlot]
 ) -> str | None:
     """The slot whose parameter a stored head of a tied model repeats, None if it is no such."""
-    if name is None or name.rpartition("lm_head.")[2] != "weight" or not name.endswith(_HEAD):
+    if name is None or not f".{name}".endswith(f".{_HEAD}"):
         return None
     candidates = [
         slot_name
         for slot_name, slot in slots.items()
-        if name in slot.aliases or slot_name.rpartition("embed_tokens.")[2] == "weight"
+        if name in slot.aliases or f".{slot_name}".endswith(f".{_EMBEDDING}")
     ]
     if len(candidates) != 1 or slots[candidates[0]].shape != info.shape:
         return None

@@ -1,0 +1,85 @@
+"""Stored tensors against module trees, and vocabulary maps: the parts of the check that look into
+weight files."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from eyas.models.checkpoint import Checkpoint
+from eyas.models.config import ModelConfig
+from eyas.models.draft_names import canonical_name
+from eyas.models.findings import Findings
+from eyas.models.loader import Coverage, cover, group_names, weight_slots
+from eyas.models.vocab_map import map_findings
+
+_FC_INPUT = ("fc.", "input_norm.", "fc_norm.")
+_HINTS = {
+    "missing": "the checkpoint is not complete, or its config.json describes another model",
+    "left-over": "the config.json describes another model, or this one is not fully supported",
+    "twice": "keep one copy",
+    "wrong-shape": "take the config.json that belongs to these weights",
+    "wrong-dtype": "quantized weights are not supported yet: use the bfloat16 version",
+}
+
+
+def report_coverage(
+    subject: str, model: nn.Module, checkpoint: Checkpoint | None, findings: Findings
+) -> None:
+    """Report every parameter without a tensor and every tensor without a parameter, wrong shapes
+    and wrong dtypes. Nothing without a checkpoint: that it is absent has been said."""
+    if checkpoint is None:
+        return
+    is_draft = subject == "draft"
+    coverage = cover(
+        weight_slots(model),
+        checkpoint.tensors,
+        rename=canonical_name if is_draft else None,
+        ignore=("t2d",) if is_draft else (),
+    )
+    if is_draft:
+        _drop_reported(coverage, findings)
+    for kind, line in coverage.lines().items():
+        findings.error(subject, f"tensors-{kind}", line, _HINTS[kind])
+    if coverage.tied:
+        names = group_names([name for name, _ in coverage.tied])
+        findings.skip(
+            subject,
+            "tied-head-stored",
+            f"config.json says that the head is tied, and {names} is stored all the same; their "
+            "values are compared when the weights are loaded",
+        )
+
+
+def _drop_reported(coverage: Coverage, findings: Findings) -> None:
+    """Take out what reading the draft has already reported in its own words."""
+    coverage.twice = []
+    coverage.left_over = [name for name in coverage.left_over if canonical_name(name) is not None]
+    codes = {finding.code for finding in findings.errors}
+    settled: tuple[str, ...] = ()
+    if codes & {"fc-width", "target-width"}:
+        settled += _FC_INPUT
+    if "vocab-map-size" in codes:
+        settled += ("d2t",)
+    coverage.wrong_shape = [
+        wrong
+        for wrong in coverage.wrong_shape
+        if not (canonical_name(wrong[0]) or "").startswith(settled)
+    ]
+
+
+def report_vocab_maps(
+    checkpoint: Checkpoint | None, target: ModelConfig | None, findings: Findings
+) -> None:
+    """Read d2t and t2d (the only tensors that the check reads) and report what is wrong."""
+    names = {canonical_name(name): name for name in (checkpoint.tensors if checkpoint else {})}
+    if checkpoint is None or "d2t" not in names:
+        return
+    d2t_D = checkpoint.read(names["d2t"])
+    t2d_V = checkpoint.read(names["t2d"]) if "t2d" in names else None
+    if d2t_D.dim() != 1 or (t2d_V is not None and t2d_V.dim() != 1):
+        findings.error("draft", "vocab-map-size", "d2t and t2d must have one dimension")
+        return
+    if target is None and t2d_V is None:
+        return
+    vocab_size = target.vocab_size if target is not None else len(t2d_V) if t2d_V is not None else 0
+    findings.extend(map_findings(d2t_D, t2d_V, target_vocab_size=vocab_size))

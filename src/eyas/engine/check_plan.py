@@ -1,0 +1,102 @@
+"""The memory plan and the draft in words."""
+
+from __future__ import annotations
+
+from eyas.cache.pool import NUM_RESERVED_PAGES
+from eyas.engine.check_report import format_bytes
+from eyas.engine.memory_plan import MIN_MODEL_LEN, MemoryNeed, MemoryPlan
+from eyas.models.config import DraftConfig
+from eyas.models.findings import Findings
+
+
+def describe_draft(draft: DraftConfig) -> str:
+    """One line on what will be built."""
+    decoder = draft.decoder
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    set_flags = [name for name in flags if getattr(draft, name)]
+    own = "own" if draft.has_embedding else "the target's"
+    head = "own" if draft.has_head else "tied" if decoder.tie_word_embeddings else "the target's"
+    return (
+        f"{draft.format}: hidden {decoder.hidden_size}, {decoder.num_heads}/"
+        f"{decoder.num_kv_heads} heads of {decoder.head_dim}, vocabulary "
+        f"{draft.draft_vocab_size}, rope base {decoder.rope.theta:g} ({decoder.rope.kind}), "
+        f"embedding {own}, head {head}" + (f", {', '.join(set_flags)}" if set_flags else "")
+    )
+
+
+def describe_plan(plan: MemoryPlan) -> str:
+    """One line on where the memory goes."""
+    parts = {
+        "target": plan.target_weight_bytes,
+        "draft": plan.draft_weight_bytes,
+        "packed copies": plan.packed_bytes,
+        "KV": plan.kv_bytes,
+        "scratch": plan.scratch_bytes,
+        "activations": plan.activation_bytes,
+    }
+    shown = " + ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+    budget = "" if plan.budget_bytes is None else f" of {format_bytes(plan.budget_bytes)}"
+    return (
+        f"{format_bytes(plan.total_bytes)}{budget}: {shown}; {plan.kv_tokens} KV tokens, model "
+        f"length {plan.max_model_len}"
+    )
+
+
+def report_plan(need: MemoryNeed, plan: MemoryPlan, findings: Findings) -> None:
+    """Report a plan that does not fit, with what would; or what was cut to make it fit."""
+    if plan.budget_bytes is None:
+        findings.skip("device", "memory-unknown", "the device's memory could not be read")
+        return
+    if not plan.fits:
+        _report_too_small(need, plan, findings)
+        return
+    if plan.max_model_len < (need.max_model_len or need.default_model_len):
+        findings.warn(
+            "device",
+            "model-length-reduced",
+            f"one request of the target's {need.default_model_len} tokens does not fit: the model "
+            f"length is {plan.max_model_len}",
+            "set --max-model-len to choose it, or use a device with more memory",
+        )
+    elif plan.kv_tokens < plan.max_model_len:
+        findings.warn(
+            "settings",
+            "kv-cache-below-length",
+            f"the KV cache holds {plan.kv_tokens} tokens, less than one request of the model "
+            f"length {plan.max_model_len}: longer requests are refused",
+            "raise --kv-cache-tokens, or lower --max-model-len to say so openly",
+        )
+
+
+def _report_too_small(need: MemoryNeed, plan: MemoryPlan, findings: Findings) -> None:
+    assert plan.budget_bytes is not None
+    least = need.total_bytes(1, MIN_MODEL_LEN)
+    if least > plan.budget_bytes:
+        findings.error(
+            "device",
+            "memory-weights",
+            f"the weights need {format_bytes(need.weight_bytes)} and one short request "
+            f"{format_bytes(least - need.weight_bytes)} more; {format_bytes(plan.budget_bytes)} "
+            "are available",
+            f"use a device with at least {format_bytes(least)} to spare, or a smaller --dtype",
+        )
+        return
+    options = []
+    if need.kv_cache_tokens is not None:
+        rest = plan.budget_bytes - need.total_bytes(need.max_batch_size, plan.max_model_len, 0)
+        num_pages = rest // need.page_bytes - NUM_RESERVED_PAGES
+        if num_pages > 0:
+            options.append(f"--kv-cache-tokens {num_pages * need.page_size}")
+    if plan.largest_batch and not options:
+        options.append(f"--max-batch-size {plan.largest_batch}")
+    if plan.longest_one and plan.longest_one < plan.max_model_len:
+        options.append(f"--max-model-len {plan.longest_one}")
+    without = "" if need.kv_cache_tokens is None or options[:1] else " and no --kv-cache-tokens"
+    findings.error(
+        "device",
+        "memory",
+        f"{describe_plan(plan)}: that does not fit",
+        "use "
+        + " or ".join(options or ["a smaller --max-batch-size and --max-model-len"])
+        + without,
+    )

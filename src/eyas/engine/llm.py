@@ -1,0 +1,144 @@
+"""Offline use: `LLM("smollm2-135m", draft=...).generate([...], SamplingParams(...))`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from eyas.config import ConfigError, EngineConfig
+from eyas.engine.load import LoadedEngine, load_engine
+from eyas.engine.tokenizer import Detokenizer, Tokenizer
+from eyas.models.embedded import Progress
+from eyas.types import EyasError, FinishReason, RequestOutput, SamplingParams, StepOutput
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model in this process. Settings are EngineConfig's fields.
+
+    Raises ConfigError on unknown or contradictory settings and CheckError when target, draft,
+    device and settings do not fit together; both before weights are read.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        draft: str | None = None,
+        progress: Progress | None = None,
+        **settings: Any,
+    ) -> None:
+        config = EngineConfig(model=model, draft=draft, **_known(settings))
+        self._loaded: LoadedEngine = load_engine(config, progress=progress)
+        self.engine = self._loaded.engine
+        self.report = self._loaded.report
+        self.seconds = self._loaded.seconds
+        self.tokenizer = Tokenizer(self._loaded.folder)
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts (texts or token ids), all in one batch; results in order.
+
+        params: one for all, or one a prompt; default SamplingParams().
+        """
+        many = _as_list(prompts)
+        outputs = {int(o.request_id): o for o in self._run(many, _params_for(many, params))}
+        return [outputs[request_id] for request_id in sorted(outputs)]
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
+    ) -> RequestOutput:
+        """Answer a conversation under the model's chat template."""
+        return self.generate([self.tokenizer.render_chat(messages)], params)[0]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Iterator[tuple[str, StepOutput]]:
+        """Pieces of one answer: (new text, what the engine told), the last with a finish reason.
+
+        Leaving the iterator early aborts the request.
+        """
+        request_id = str(next(self._ids))
+        self.engine.add(request_id, self._encode(prompt), params or SamplingParams())
+        detokenizer = Detokenizer(self.tokenizer)
+        try:
+            while True:
+                for output in self.engine.step():
+                    if output.request_id == request_id:
+                        is_last = output.finish_reason is not None
+                        yield detokenizer.add(output.new_token_ids, is_last=is_last), output
+                        if is_last:
+                            return
+        finally:
+            self.engine.abort(request_id)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _run(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> Iterator[RequestOutput]:
+        requests: dict[str, RequestOutput] = {}
+        try:
+            for prompt, one in zip(prompts, params, strict=True):
+                request_id, token_ids = str(next(self._ids)), self._encode(prompt)
+                self.engine.add(request_id, token_ids, one)
+                requests[request_id] = RequestOutput(
+                    request_id, token_ids, [], "", FinishReason.ABORT
+                )
+            while requests:
+                for step in self.engine.step():
+                    output = requests.get(step.request_id)
+                    if output is None:
+                        continue
+                    output.token_ids += step.new_token_ids
+                    if step.finish_reason is not None:
+                        yield self._finish(requests.pop(step.request_id), step)
+        finally:
+            for request_id in requests:
+                self.engine.abort(request_id)
+
+    def _finish(self, output: RequestOutput, step: StepOutput) -> RequestOutput:
+        assert step.finish_reason is not None
+        return dataclasses.replace(
+            output,
+            text=self.tokenizer.decode(output.token_ids),
+            finish_reason=step.finish_reason,
+            num_rounds=step.num_rounds,
+            num_round_tokens=step.num_round_tokens,
+            error=step.error,
+        )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params_for(
+    prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    if len(params) != len(prompts):
+        raise EyasError(f"{len(prompts)} prompts came with {len(params)} sampling params")
+    return list(params)
+
+
+def _known(settings: dict[str, Any]) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(EngineConfig)]
+    for name in settings:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"unknown setting {name!r}{hint} (known: {', '.join(names)})")
+    return settings

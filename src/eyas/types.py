@@ -71,6 +71,7 @@ class SamplingParams:
         draws one at random.
     stop_token_ids: end the request, as do the model's own end tokens; the stop token itself is
         counted as generated and is not part of the text.
+    ignore_eos: do not stop at the model's own end tokens (benchmarks).
 
     Raises EyasError on values out of range.
     """
@@ -79,6 +80,7 @@ class SamplingParams:
     temperature: float = 1.0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:

@@ -108,10 +108,14 @@ class Engine:
                 f"the request needs {needed} KV pages and the cache has {usable}: raise "
                 "--kv-cache-tokens or lower max_tokens"
             )
-        num_stop = len(set(params.stop_token_ids) | set(self._eos_token_ids))
+        num_stop = len(self._stop_ids(params))
         if num_stop > MAX_STOP_IDS:
             raise EyasError(f"{num_stop} stop token ids, at most {MAX_STOP_IDS} are supported")
         return max_new_tokens
+
+    def _stop_ids(self, params: SamplingParams) -> list[int]:
+        end_ids = () if params.ignore_eos else self._eos_token_ids
+        return sorted({*params.stop_token_ids, *end_ids})
 
     def abort(self, request_id: str) -> None:
         """End a request now; its slot and pages are free at once. Unknown ids are ignored."""
@@ -132,12 +136,11 @@ class Engine:
 
     def _enter_slot(self, request: Request) -> None:
         assert request.slot is not None
-        stop_ids = sorted({*request.params.stop_token_ids, *self._eos_token_ids})
         settings = SlotSettings(
             remaining=request.num_remaining,
             temperature=request.params.temperature,
             seed=request.seed,
-            stop_ids=stop_ids,
+            stop_ids=self._stop_ids(request.params),
         )
         self.worker.admit(request.slot, settings, request.token_ids)
         self.worker.set_pages(request.slot, request.pages)

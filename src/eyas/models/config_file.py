@@ -64,7 +64,8 @@ class Fields:
     """Typed access to one JSON object; null counts as absent.
 
     A getter without a default is for a required key. Problems are kept, and a harmless value is
-    returned in place, so that all of them are found in one pass; `report` hands them over.
+    returned in place, so that all of them are found in one pass; `report` hands them over and
+    starts anew.
     """
 
     def __init__(self, data: Mapping[str, Any], *, where: str, subject: str) -> None:
@@ -164,8 +165,11 @@ class Fields:
             )
         if self.problems:
             findings.error(
-                self.subject, "config-wrong-value", f"{self.where}: " + "; ".join(self.problems)
+                self.subject,
+                "config-wrong-value",
+                f"{self.where}: " + "; ".join(dict.fromkeys(self.problems)),
             )
+        self.missing, self.problems = [], []
 
 
 def read_dtype(fields: Fields) -> str | None:

@@ -103,17 +103,21 @@ def _read(
     boundaries: Sequence[int] | None,
     norm_output: bool | None,
 ) -> DraftConfig | None:
+    decoder = read_decoder(source)
+    flags = read_norm_flags(source, norm_output=norm_output)
+    fc_bias = source.has("fc.bias", claimed=source.top.flag("bias", False), key="bias")
+    if source.report_fields():
+        return None  # comparing made-up sizes with the target's would only add noise
     target_width = read_target_width(source, target)
     vocabulary = read_vocabulary(source, target, target_width=target_width)
     choice = read_boundaries(source, target, override=boundaries, target_width=target_width)
-    decoder = read_decoder(
-        source, embed_rows=vocabulary.num_embeddings, tied_head=vocabulary.tied_head
-    )
-    flags = read_norm_flags(source, norm_output=norm_output)
-    fc_bias = source.has("fc.bias", claimed=source.top.flag("bias", False), key="bias")
-    source.report_fields()
-    if source.top.missing or source.layer.missing or choice is None:
+    if source.report_fields() or choice is None:
         return None
+    decoder = dataclasses.replace(
+        decoder,
+        vocab_size=vocabulary.num_embeddings,
+        tie_word_embeddings=vocabulary.tied_head,
+    )
     return DraftConfig(
         format=source.format,
         decoder=decoder,

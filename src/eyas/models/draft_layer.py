@@ -11,8 +11,9 @@ from eyas.models.draft_source import DraftSource
 ATTENTION, MLP = "layers.0.self_attn", "layers.0.mlp"
 
 
-def read_decoder(source: DraftSource, *, embed_rows: int, tied_head: bool) -> ModelConfig:
-    """Shape of the one layer. embed_rows: the embedding's; tied_head: whether it is the head.
+def read_decoder(source: DraftSource) -> ModelConfig:
+    """Shape of the one layer. Its vocabulary and tied head are left open (0, False): they are
+    settled together with the target's.
 
     The rotary base is the draft's own: 10000 where it names none, whatever the target's is.
     """
@@ -42,11 +43,11 @@ def read_decoder(source: DraftSource, *, embed_rows: int, tied_head: bool) -> Mo
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=_head_dim(source, hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads),
-        vocab_size=embed_rows,
+        vocab_size=0,
         rms_norm_eps=layer.number("rms_norm_eps", 1e-6),
         rope=read_rope(layer, max_positions=max_positions),
         max_position_embeddings=max_positions,
-        tie_word_embeddings=tied_head,
+        tie_word_embeddings=False,
         qkv_bias=qkv_bias,
         o_bias=f"{ATTENTION}.o_proj.bias" in source.stored,
         mlp_bias=source.has(*mlp_biases, claimed=mlp_bias, key="mlp_bias"),

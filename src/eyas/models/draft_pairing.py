@@ -86,6 +86,7 @@ def _read_embedding(
         own, made_for = True, source.layer_size("vocab_size", stored)
     else:
         # Without weight files: as the formats are written.
+        target_width = target.hidden_size if target else target_width
         narrow = hidden_size != target_width
         own = not source.has_weights and (source.format == "speculators" or narrow)
         made_for = claimed or target_vocab or source.layer.integer("vocab_size")

@@ -53,10 +53,12 @@ class DraftSource:
         has_weights = checkpoint is not None
         return cls(folder, format, top, layer, eagle, stored, has_weights, findings)
 
-    def report_fields(self) -> None:
-        """Add what was missing or wrong in the files; call it once, when all was read."""
+    def report_fields(self) -> bool:
+        """Add what was missing or wrong in the files since the last call; whether there was any."""
+        num_before = len(self.findings)
         for fields in dict.fromkeys((self.top, self.layer, self.eagle)):
             fields.report(self.findings)
+        return len(self.findings) > num_before
 
     def size(self, name: str, dim: int = 0) -> int | None:
         """A stored tensor's extent along `dim`; None when it is not stored."""

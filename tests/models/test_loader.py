@@ -161,7 +161,7 @@ def test_targets(tmp_path: Path, architecture: str, tied: bool, device: str) -> 
     tensors = write_target(tmp_path, shape, num_shards=3)
     config = read_target_config(tmp_path)
     model: Any = target_class(architecture)(
-        config, dtype=torch.float32, device=device, num_positions=4
+        config, dtype=torch.float32, device=device, max_model_len=4
     )
     load_weights(model, Checkpoint.open(tmp_path))
     slots = weight_slots(model)
@@ -180,7 +180,7 @@ def write_tied(folder: Path, head: torch.Tensor | None) -> Any:
         head = tensors["model.embed_tokens.weight"]
     write_weights(folder, tensors | {"lm_head.weight": head})
     return target_class("LlamaForCausalLM")(
-        read_target_config(folder), dtype=torch.float32, device="cpu", num_positions=4
+        read_target_config(folder), dtype=torch.float32, device="cpu", max_model_len=4
     )
 
 
@@ -213,12 +213,12 @@ class SelfOnly:
 def draft_logits(folder: Path, target_folder: Path) -> torch.Tensor:
     target_config = read_target_config(target_folder)
     target: Any = target_class(target_config.architecture)(
-        target_config, dtype=torch.float32, device="cpu", num_positions=4
+        target_config, dtype=torch.float32, device="cpu", max_model_len=4
     )
     load_weights(target, Checkpoint.open(target_folder))
     config = read_draft_config(folder, target_config)
-    draft = Eagle3Draft(config, dtype=torch.float32, device="cpu", num_positions=4)
-    load_weights(draft, Checkpoint.open(folder), rename=canonical_name, ignore=("t2d",))
+    draft = Eagle3Draft(config, dtype=torch.float32, device="cpu", max_model_len=4)
+    load_weights(draft, Checkpoint.open(folder), rename=canonical_name)
     draft.share_with_target(target)
     generator = torch.Generator().manual_seed(5)
     features = torch.randn(4, config.num_features, generator=generator)
@@ -263,8 +263,8 @@ def test_a_draft_with_a_tensor_too_many_or_too_few(tmp_path: Path) -> None:
     stored = stored_tensors(shape, tensors)
     stored["midlayer.self_attn.q_norm.weight"] = torch.ones(24)
     del stored["midlayer.hidden_norm.weight"]
-    draft = Eagle3Draft(draft_config, dtype=torch.float32, device="cpu", num_positions=4)
+    draft = Eagle3Draft(draft_config, dtype=torch.float32, device="cpu", max_model_len=4)
     with pytest.raises(EyasError) as raised:
-        load(draft, tmp_path / "draft", stored, rename=canonical_name, ignore=("t2d",))
+        load(draft, tmp_path / "draft", stored, rename=canonical_name)
     assert "1 missing: layers.0.hidden_norm.weight" in str(raised.value)
     assert "1 left over: midlayer.self_attn.q_norm.weight" in str(raised.value)

@@ -34,7 +34,6 @@ def report_coverage(
         weight_slots(model),
         checkpoint.tensors,
         rename=canonical_name if is_draft else None,
-        ignore=("t2d",) if is_draft else (),
     )
     if is_draft:
         _drop_reported(coverage, findings)

@@ -32,6 +32,7 @@ def describe_plan(plan: MemoryPlan) -> str:
         "packed copies": plan.packed_bytes,
         "KV": plan.kv_bytes,
         "scratch": plan.scratch_bytes,
+        "tables": plan.table_bytes,
         "activations": plan.activation_bytes,
     }
     shown = " + ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)

@@ -3,6 +3,7 @@
     weights of both models (and second copies that the CPU's packed layout keeps)
   + pages of both KV pools (target and draft share page ids, so one count serves both)
   + scratch rows of every slot, in both pools
+  + rotary tables and page tables
   + activations of the largest forward
 
 The activations are an upper estimate for the reference attention, which gathers the keys and
@@ -15,7 +16,7 @@ import dataclasses
 from collections.abc import Callable
 
 from eyas.cache.pool import NUM_RESERVED_PAGES
-from eyas.config import TreeShape
+from eyas.config import MAX_TREE_NODES, TreeShape
 from eyas.contract.attention import KVLayout
 from eyas.models.config import DraftConfig, ModelConfig
 
@@ -74,6 +75,14 @@ class MemoryNeed:
         """Scratch of all slots and the trash slot, in both pools."""
         return (batch_size + 1) * self.num_scratch_rows * self.bytes_per_token
 
+    def table_bytes(self, batch_size: int, model_len: int) -> int:
+        """Cosines and sines of both models by position, and the page tables (int64)."""
+        heads = [self.target] + ([self.draft.decoder] if self.draft else [])
+        width = sum(int(config.head_dim * config.rope.partial) for config in heads)
+        positions = model_len + MAX_TREE_NODES
+        num_pages = -(-(positions + 1) // self.page_size)
+        return 2 * positions * width * self.dtype_bytes + (batch_size + 1) * num_pages * 8
+
     def num_pages(self, batch_size: int, model_len: int) -> int:
         """Pages that hold the whole batch at full length, the reserved ones included."""
         return batch_size * -(-model_len // self.page_size) + NUM_RESERVED_PAGES
@@ -102,6 +111,7 @@ class MemoryNeed:
         if num_pages is None:
             num_pages = self.num_pages(batch_size, model_len)
         fixed = self.weight_bytes + self.scratch_bytes(batch_size)
+        fixed += self.table_bytes(batch_size, model_len)
         return fixed + self.activation_bytes(batch_size, model_len) + num_pages * self.page_bytes
 
 
@@ -126,6 +136,7 @@ class MemoryPlan:
     kv_bytes: int
     kv_bytes_per_token: int
     scratch_bytes: int
+    table_bytes: int
     activation_bytes: int
     total_bytes: int
     budget_bytes: int | None
@@ -205,6 +216,7 @@ def _plan(
         kv_bytes=num_pages * need.page_bytes,
         kv_bytes_per_token=need.bytes_per_token,
         scratch_bytes=need.scratch_bytes(need.max_batch_size),
+        table_bytes=need.table_bytes(need.max_batch_size, model_len),
         activation_bytes=need.activation_bytes(need.max_batch_size, model_len),
         total_bytes=total,
         budget_bytes=budget_bytes,

@@ -20,8 +20,8 @@ from eyas.types import EyasError
 
 __all__ = ["Coverage", "LoadProgress", "WeightSlot", "cover", "load_weights", "weight_slots"]
 
-# Constants that old checkpoints store beside their weights.
-HARMLESS_BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias)")
+# Constants that checkpoints store beside their weights; t2d serves the training of drafts only.
+HARMLESS_BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|t2d)")
 _FLOATS = {"float64", "float32", "bfloat16", "float16"}
 _INTEGERS = {"int64", "int32", "int16", "int8", "uint8"}
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -110,8 +110,8 @@ def cover(
     """Match stored tensors with slots, by headers alone.
 
     rename: stored name -> slot name, None for what has no place (left over). ignore: names, after
-    renaming, that may be stored and are not read; constants such as `rotary_emb.inv_freq` always
-    may.
+    renaming, that may be stored and are not read; constants (`rotary_emb.inv_freq`, a draft's
+    t2d) always may.
     """
     coverage = Coverage()
     filled: set[str] = set()

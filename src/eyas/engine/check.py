@@ -183,7 +183,7 @@ class _Check:
         """The module tree without memory; None, with a finding, if it cannot be built."""
         try:
             # One position: the rotary table is no weight, and a long one takes seconds.
-            model: nn.Module = model_class(config, dtype=self.dtype, device="meta", num_positions=1)
+            model: nn.Module = model_class(config, dtype=self.dtype, device="meta", max_model_len=1)
         except (EyasError, ValueError, NotImplementedError) as error:
             self.findings.error(subject, "model-cannot-be-built", str(error))
             return None

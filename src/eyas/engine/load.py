@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from eyas.config import MAX_TREE_NODES, EngineConfig
+from eyas.config import EngineConfig
 from eyas.contract.target import Target
 from eyas.engine.check import run_check
 from eyas.engine.check_report import CheckReport
@@ -119,9 +119,9 @@ def load_target(
     max_model_len: int,
     progress: Progress | None = None,
 ) -> nn.Module:
-    """The target with its weights; the rotary table reaches past the model length by a tree."""
+    """The target with its weights."""
     model: nn.Module = target_class(config.architecture)(
-        config, dtype=dtype, device=device, num_positions=max_model_len + MAX_TREE_NODES
+        config, dtype=dtype, device=device, max_model_len=max_model_len
     )
     load_weights(model, checkpoint, progress=_bytes_progress("loading target", progress))
     return model
@@ -138,9 +138,7 @@ def load_draft(
     progress: Progress | None = None,
 ) -> Eagle3Draft:
     """The draft with its weights, sharing the target's embedding and head where it has none."""
-    draft = Eagle3Draft(
-        config, dtype=dtype, device=device, num_positions=max_model_len + MAX_TREE_NODES
-    )
+    draft = Eagle3Draft(config, dtype=dtype, device=device, max_model_len=max_model_len)
     load_weights(
         draft,
         Checkpoint.open(folder),

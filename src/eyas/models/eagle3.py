@@ -73,7 +73,7 @@ class Eagle3Draft(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device | str,
-        num_positions: int | None = None,
+        max_model_len: int | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -104,7 +104,8 @@ class Eagle3Draft(nn.Module):
         self.rotary = RotaryEmbedding(
             decoder.rope,
             decoder.head_dim,
-            num_positions=num_positions or decoder.max_position_embeddings,
+            max_position_embeddings=decoder.max_position_embeddings,
+            max_model_len=max_model_len or decoder.max_position_embeddings,
             dtype=dtype,
             device=device,
         )

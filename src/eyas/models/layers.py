@@ -5,15 +5,15 @@ Shape suffixes: T tokens, H hidden, I intermediate, D head size; heads are count
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
 from eyas import kernels
+from eyas.config import MAX_TREE_NODES
 from eyas.contract.attention import Attention
 from eyas.models.config import ModelConfig, RopeConfig
 from eyas.models.linear import Linear
+from eyas.models.rope import rope_frequencies, yarn_attention_factor
 
 
 class RMSNorm(nn.Module):
@@ -31,22 +31,13 @@ class RMSNorm(nn.Module):
         return kernels.rms_norm(x_TH, self.weight, self.eps)
 
 
-def llama3_frequencies(inv_freq: Tensor, rope: RopeConfig) -> Tensor:
-    """Llama-3.1's frequency scaling: long wavelengths divided by `factor`, a ramp between."""
-    assert rope.factor and rope.low_freq_factor and rope.high_freq_factor
-    assert rope.original_max_position_embeddings
-    wavelength = 2 * math.pi / inv_freq
-    original = rope.original_max_position_embeddings
-    ramp = (original / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    ramp = ramp.clamp(0, 1)
-    return inv_freq * (ramp + (1 - ramp) / rope.factor)
-
-
 class RotaryEmbedding:
-    """cos and sin by position, computed once in fp64 arithmetic on the host and kept as a table.
+    """cos and sin by position as a table, made once.
 
+    The table reaches a whole tree past max_model_len, since drafted tokens may lie there.
+    Scaling kinds and their defaults are those of transformers. "dynamic" depends on a sequence's
+    length there, which would rotate cached keys anew as it grows; here it is made once for
+    max_model_len (and is the plain rotation up to max_position_embeddings).
     Raises ValueError on a scaling kind that is not implemented (the check reports it earlier).
     """
 
@@ -55,21 +46,19 @@ class RotaryEmbedding:
         rope: RopeConfig,
         head_dim: int,
         *,
-        num_positions: int,
+        max_position_embeddings: int,
+        max_model_len: int,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        dim = int(head_dim * rope.partial)
-        exponent = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-        inv_freq = 1.0 / (rope.theta**exponent)
-        if rope.kind == "llama3":
-            inv_freq = llama3_frequencies(inv_freq, rope)
-        elif rope.kind != "default":
-            raise ValueError(f"rope type {rope.kind!r} is not implemented")
-        angle = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
+        stretch = max(1.0, max_model_len / max_position_embeddings)
+        inv_freq = rope_frequencies(rope, int(head_dim * rope.partial), stretch=stretch)
+        scale = yarn_attention_factor(rope) if rope.kind == "yarn" else 1.0
+        position = torch.arange(max_model_len + MAX_TREE_NODES, dtype=torch.float32)
+        angle = position[:, None] * inv_freq
         angle = torch.cat((angle, angle), dim=-1)
-        self.cos_PD = angle.cos().to(device=device, dtype=dtype)
-        self.sin_PD = angle.sin().to(device=device, dtype=dtype)
+        self.cos_PD = (angle.cos() * scale).to(device=device, dtype=dtype)
+        self.sin_PD = (angle.sin() * scale).to(device=device, dtype=dtype)
 
     def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """(cos [T, D], sin [T, D]) of int64 positions."""

@@ -59,8 +59,8 @@ class Decoder(nn.Module):
 class LlamaForCausalLM(nn.Module):
     """A dense decoder-only target; implements contract.target.Target.
 
-    Weights are uninitialised until loaded. num_positions: rows of the rotary table (default: the
-    config's max_position_embeddings); the meta device makes no table.
+    Weights are uninitialised until loaded. max_model_len: longest sequence served
+    (default: the config's max_position_embeddings).
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class LlamaForCausalLM(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device | str,
-        num_positions: int | None = None,
+        max_model_len: int | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -83,7 +83,8 @@ class LlamaForCausalLM(nn.Module):
         self.rotary = RotaryEmbedding(
             config.rope,
             config.head_dim,
-            num_positions=num_positions or config.max_position_embeddings,
+            max_position_embeddings=config.max_position_embeddings,
+            max_model_len=max_model_len or config.max_position_embeddings,
             dtype=dtype,
             device=device,
         )

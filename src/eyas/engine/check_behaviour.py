@@ -44,7 +44,8 @@ def report_behaviour(
     try:
         model = _build(target_class, small, generator)
         features_TF, stream = _capture(model, tokens_T, tuple(dict.fromkeys(boundaries)), last)
-        problem = _compare(features_TF, stream, boundaries, small.hidden_size)
+        embed_TH = model.get_embed_and_head()[0][tokens_T]
+        problem = _compare(features_TF, stream, boundaries, embed_TH)
         if problem is None and draft is not None:
             problem = _run_draft(model, draft, features_TF, generator)
     except Exception as error:  # whatever a model raises is what is to be reported
@@ -75,7 +76,7 @@ def _shrink(model: ModelConfig) -> ModelConfig:
 
 def _build(model_class: Any, config: Any, generator: torch.Generator) -> Any:
     model: nn.Module = model_class(
-        config, dtype=torch.float32, device="cpu", num_positions=NUM_TOKENS
+        config, dtype=torch.float32, device="cpu", max_model_len=NUM_TOKENS
     )
     with torch.no_grad():
         for parameter in model.parameters():
@@ -88,8 +89,9 @@ def _build(model_class: Any, config: Any, generator: torch.Generator) -> Any:
 @torch.inference_mode()
 def _capture(
     model: Any, tokens_T: Tensor, boundaries: tuple[int, ...], last: int
-) -> tuple[Tensor | None, dict[int, Tensor]]:
-    """(features with all boundaries captured at once, [T, H] of each one captured alone)."""
+) -> tuple[Tensor | None, dict[int, Tensor | None]]:
+    """(features with all boundaries captured at once, [T, H] of each one captured alone, the
+    first and the last of the model among them)."""
     attention = _NoAttention()
 
     def run(chosen: tuple[int, ...]) -> Tensor | None:
@@ -97,33 +99,40 @@ def _capture(
         features: Tensor | None = model.forward(tokens_T, tokens_T, attention).features_TF
         return features
 
-    stream = {}
-    for boundary in sorted({*boundaries, 0, last}):
-        alone = run((boundary,))
-        if alone is not None:
-            stream[boundary] = alone
-    return run(boundaries), stream
+    ends = sorted({*boundaries, 0, last})
+    return run(boundaries), {boundary: run((boundary,)) for boundary in ends}
 
 
 def _compare(
     features_TF: Tensor | None,
-    stream: dict[int, Tensor],
+    stream: dict[int, Tensor | None],
     boundaries: tuple[int, ...],
-    hidden_size: int,
+    embed_TH: Tensor,
 ) -> str | None:
     """What is wrong with captured states, None when all is well."""
-    width = len(boundaries) * hidden_size
+    hidden_size = embed_TH.shape[1]
     found = None if features_TF is None else list(features_TF.shape)
-    if features_TF is None or found != [NUM_TOKENS, width]:
+    if features_TF is None or found != [NUM_TOKENS, len(boundaries) * hidden_size]:
         return f"{len(boundaries)} states of {hidden_size} are captured as {found}"
+    for boundary, state_TH in stream.items():
+        if state_TH is None or state_TH.shape != embed_TH.shape:
+            return f"boundary {boundary} alone is not captured"
+    if not torch.equal(_at(stream, 0), embed_TH):
+        return "boundary 0 is not the embedding: another layer is captured than the one asked for"
     states = torch.split(features_TF, hidden_size, dim=1)
     for boundary, state_TH in zip(boundaries, states, strict=True):
-        if boundary not in stream or not torch.equal(state_TH, stream[boundary]):
+        if not torch.equal(state_TH, _at(stream, boundary)):
             return f"boundary {boundary} is not in its place among the captured states"
-    distinct = {boundary: state_TH.sum().item() for boundary, state_TH in stream.items()}
-    if len(set(distinct.values())) < len(distinct):
-        return f"boundaries {sorted(distinct)} are not all different"
+    sums = {boundary: _at(stream, boundary).sum().item() for boundary in stream}
+    if len(set(sums.values())) < len(sums):
+        return f"boundaries {sorted(sums)} are not all different"
     return None
+
+
+def _at(stream: dict[int, Tensor | None], boundary: int) -> Tensor:
+    state_TH = stream[boundary]
+    assert state_TH is not None
+    return state_TH
 
 
 @torch.inference_mode()

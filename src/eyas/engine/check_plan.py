@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from eyas.cache.pool import NUM_RESERVED_PAGES
 from eyas.engine.check_report import format_bytes
-from eyas.engine.memory_plan import MIN_MODEL_LEN, MemoryNeed, MemoryPlan
+from eyas.engine.memory_plan import MIN_MODEL_LEN, MemoryNeed, MemoryPlan, longest_length
 from eyas.models.config import DraftConfig
 from eyas.models.findings import Findings
 
@@ -82,22 +82,29 @@ def _report_too_small(need: MemoryNeed, plan: MemoryPlan, findings: Findings) ->
             f"use a device with at least {format_bytes(least)} to spare, or a smaller --dtype",
         )
         return
-    options = []
-    if need.kv_cache_tokens is not None:
-        rest = plan.budget_bytes - need.total_bytes(need.max_batch_size, plan.max_model_len, 0)
-        num_pages = rest // need.page_bytes - NUM_RESERVED_PAGES
-        if num_pages > 0:
-            options.append(f"--kv-cache-tokens {num_pages * need.page_size}")
-    if plan.largest_batch and not options:
-        options.append(f"--max-batch-size {plan.largest_batch}")
-    if plan.longest_one and plan.longest_one < plan.max_model_len:
-        options.append(f"--max-model-len {plan.longest_one}")
-    without = "" if need.kv_cache_tokens is None or options[:1] else " and no --kv-cache-tokens"
     findings.error(
         "device",
         "memory",
         f"{describe_plan(plan)}: that does not fit",
-        "use "
-        + " or ".join(options or ["a smaller --max-batch-size and --max-model-len"])
-        + without,
+        "use " + " or ".join(_options(need, plan, plan.budget_bytes)),
     )
+
+
+def _options(need: MemoryNeed, plan: MemoryPlan, budget_bytes: int) -> list[str]:
+    """Settings of which each one makes it fit."""
+    if need.kv_cache_tokens is not None:
+        rest = budget_bytes - need.total_bytes(need.max_batch_size, plan.max_model_len, 0)
+        num_pages = rest // need.page_bytes - NUM_RESERVED_PAGES
+        if num_pages > 0:
+            return [f"--kv-cache-tokens {num_pages * need.page_size}"]
+    options = []
+    if plan.largest_batch:
+        options.append(f"--max-batch-size {plan.largest_batch}")
+    if plan.longest_one:
+        options.append(f"--max-model-len {plan.longest_one}")
+    if not options:
+        length = longest_length(need, batch_size=1, budget_bytes=budget_bytes)
+        options.append(f"--max-batch-size 1 --max-model-len {length}")
+    if need.kv_cache_tokens is None:
+        return options
+    return [f"{option} without --kv-cache-tokens" for option in options]

@@ -172,11 +172,17 @@ def plan_memory(need: MemoryNeed, *, budget_bytes: int | None) -> MemoryPlan:
         wanted,
         budget_bytes=budget_bytes,
         longest_one=longest_one,
-        longest_batch=_largest(lambda n: need.total_bytes(batch, n) <= budget_bytes, limit),
+        longest_batch=longest_length(need, batch_size=batch, budget_bytes=budget_bytes),
         largest_batch=_largest(
             lambda n: need.total_bytes(n, model_len) <= budget_bytes, _MAX_BATCH
         ),
     )
+
+
+def longest_length(need: MemoryNeed, *, batch_size: int, budget_bytes: int) -> int:
+    """The longest model length at which `batch_size` requests fit at once, 0 if none does."""
+    limit = max(need.default_model_len, need.max_model_len or 0)
+    return _largest(lambda n: need.total_bytes(batch_size, n) <= budget_bytes, limit)
 
 
 def _wanted_pages(need: MemoryNeed, model_len: int) -> int:

@@ -42,7 +42,7 @@ def map_findings(d2t_D: Tensor, t2d_V: Tensor | None, *, target_vocab_size: int)
         )
         return findings
     _check_ids(ids_D, target_vocab_size, findings)
-    if kept is not None:
+    if kept is not None and not findings:
         _compare(ids_D, kept, findings)
     if not findings and len(ids_D) < target_vocab_size and not offsets_D.any():
         findings.warn(

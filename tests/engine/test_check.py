@@ -115,7 +115,7 @@ def test_everything_wrong_comes_at_once(pair: tuple[Path, Path]) -> None:
         "vocab-map-out-of-range",
         "model-length",
     }
-    assert codes(report, Severity.WARNING) == ["tokenizer-missing"]
+    assert codes(report, Severity.WARNING) == ["tokenizer-missing", "boundaries-guessed"]
     with pytest.raises(CheckError) as raised:
         report.raise_on_errors()
     assert raised.value.findings == report.findings

@@ -79,7 +79,8 @@ def _report_too_small(need: MemoryNeed, plan: MemoryPlan, findings: Findings) ->
             f"the weights need {format_bytes(need.weight_bytes)} and one short request "
             f"{format_bytes(least - need.weight_bytes)} more; {format_bytes(plan.budget_bytes)} "
             "are available",
-            f"use a device with at least {format_bytes(least)} to spare, or a smaller --dtype",
+            f"use a device with at least {format_bytes(least)} to spare"
+            + (", or --dtype bfloat16" if need.dtype_bytes > 2 else ""),
         )
         return
     findings.error(

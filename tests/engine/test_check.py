@@ -24,7 +24,7 @@ from rich.console import Console
 from eyas.config import EngineConfig
 from eyas.engine import check
 from eyas.engine.check import CheckReport, run_check
-from eyas.models import llama
+from eyas.models import eagle3, llama
 from eyas.models.checkpoint import Checkpoint
 from eyas.types import CheckError, Severity
 
@@ -144,6 +144,7 @@ def test_no_weight_files_yet(tmp_path: Path) -> None:
     (tmp_path / "target" / "tokenizer.json").write_text("{}")
     report = checked((tmp_path / "target", tmp_path / "draft"))
     assert report.ok and codes(report, Severity.SKIPPED) == ["weights-missing"] * 2
+    assert report.summary().startswith("nothing wrong in what could be checked: 0 errors")
     assert report.plan is not None and report.plan.target_weight_bytes > 1_000_000
 
 
@@ -258,6 +259,22 @@ def test_wrong_captures_are_seen(
 ) -> None:
     monkeypatch.setattr(llama.LlamaForCausalLM, "set_eagle3_layers_to_capture", fault)
     assert codes(checked(pair)) == ["capture-wrong"]
+
+
+def test_a_tied_head_that_is_not_the_draft_s_embedding(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share = eagle3.Eagle3Draft.share_with_target
+
+    def wrong(self: Any, target: Any) -> None:
+        share(self, target)
+        self.lm_head.weight = torch.nn.Parameter(target.get_embed_and_head()[1], False)
+
+    monkeypatch.setattr(eagle3.Eagle3Draft, "share_with_target", wrong)
+    shape = DraftShape(hidden_size=48, has_embedding=True, has_head=False, has_map=False)
+    write_draft(pair[1], shape, config={"draft_vocab_size": None, "tie_word_embeddings": True})
+    report = checked(pair)
+    assert codes(report) == ["capture-wrong"] and "tied" in report.findings[0].message
 
 
 def test_no_device(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

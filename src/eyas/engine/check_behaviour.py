@@ -152,6 +152,9 @@ def _run_draft(
     )
     model = _build(Eagle3Draft, small, generator)
     model.share_with_target(target)
+    tied = small.decoder.tie_word_embeddings and not small.has_head
+    if tied and model.lm_head.weight.data_ptr() != model.embed_tokens.weight.data_ptr():
+        return "the draft's head is tied, and it takes another one than its embedding"
     tokens_T, attention = torch.arange(NUM_TOKENS), _NoAttention()
     hidden_TH = model.combine(features_TF)
     output = model.forward(tokens_T, hidden_TH, tokens_T, tokens_T, attention)

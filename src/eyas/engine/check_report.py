@@ -93,7 +93,11 @@ class CheckReport:
             plural = "" if number == 1 or severity is Severity.SKIPPED else "s"
             counts.append(f"{number} {severity.value}{plural}")
         verdict = "target and settings fit" if self.draft is None else "target and draft fit"
-        return f"{verdict if self.ok else 'not ready'}: {', '.join(counts)} ({self.seconds:.1f} s)"
+        if not self.ok:
+            verdict = "not ready"
+        elif self.of(Severity.SKIPPED):
+            verdict = "nothing wrong in what could be checked"
+        return f"{verdict}: {', '.join(counts)} ({self.seconds:.1f} s)"
 
 
 def format_bytes(num_bytes: int) -> str:

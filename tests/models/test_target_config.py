@@ -214,6 +214,9 @@ def test_all_missing_and_wrong_keys_come_together(tmp_path: Path) -> None:
         {"torch_dtype": "int8"},
         {"eos_token_id": "</s>"},
         {"num_hidden_layers": 0},
+        {"num_hidden_layers": 10**6},
+        {"hidden_size": 10**20},
+        {"rope_theta": float("inf")},
     ],
 )
 def test_values_that_cannot_be(tmp_path: Path, changes: dict[str, Any]) -> None:

@@ -39,11 +39,11 @@ def report_behaviour(
     generator = torch.Generator().manual_seed(0)
     small = _shrink(target)
     last = target.num_layers
-    boundaries = draft.boundaries if draft is not None else (0, last // 2, last)
+    boundaries = draft.boundaries if draft is not None else tuple(sorted({0, last // 2, last}))
     tokens_T = torch.arange(NUM_TOKENS)
     try:
         model = _build(target_class, small, generator)
-        features_TF, stream = _capture(model, tokens_T, tuple(dict.fromkeys(boundaries)), last)
+        features_TF, stream = _capture(model, tokens_T, boundaries, last)
         embed_TH = model.get_embed_and_head()[0][tokens_T]
         problem = _compare(features_TF, stream, boundaries, embed_TH)
         if problem is None and draft is not None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eyas.models.config import RopeConfig
+from eyas.models.config import ModelConfig, RopeConfig
 from eyas.models.findings import Findings
 from eyas.types import EyasError
 
@@ -38,6 +38,7 @@ ROPE_KEYS: dict[str, dict[str, bool]] = {  # key: whether it is required
     },
 }
 _NEUTRAL_ROPE_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor", "finetuned"}
+MAX_SIZE = 2**31 - 1
 _PLAIN_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -84,32 +85,34 @@ class Fields:
         self.missing.append(name)
         return placeholder
 
-    def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
-        """A whole number of at least `least`."""
+    def integer(
+        self, name: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE
+    ) -> int:
+        """A whole number between `least` and `most`."""
         value = self.data.get(name)
         if value is None:
             found: int = self._absent(name, default, max(least, 1))
             return found
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if type(value) is not int or not least <= value <= most:
             self.problems.append(
-                f"{name} must be a whole number of at least {least}, not {value!r}"
+                f"{name} must be a whole number between {least} and {most}, not {value!r}"
             )
             return max(least, 1)
         return value
 
     def optional_integer(self, name: str, *, least: int = 1) -> int | None:
-        """A whole number of at least `least`, or None when the key is absent."""
+        """A whole number from `least` up, or None when the key is absent."""
         return self.integer(name, least=least) if name in self else None
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive number."""
+        """A positive number, not above 1e18."""
         value = self.data.get(name)
         if value is None:
             found: float = self._absent(name, default, 1.0)
             return found
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1e18:
             self.problems.append(f"{name} must be a positive number, not {value!r}")
             return 1.0
         return float(value)
@@ -237,3 +240,20 @@ def read_rope(fields: Fields, *, max_positions: int) -> RopeConfig:
     fields.problems += [f"{name}.{p}" for p in inner.problems]
     fields.missing += [f"{name}.{m}" for m in inner.missing]
     return RopeConfig(theta=theta, kind=kind, partial=partial, **values)
+
+
+def shape_problems(config: ModelConfig) -> list[str]:
+    """What cannot be about a shape whose every number is right by itself."""
+    problems = []
+    if config.num_heads % config.num_kv_heads:
+        problems.append(
+            f"{config.num_heads} attention heads cannot be shared among {config.num_kv_heads} "
+            "key/value heads"
+        )
+    rotated = int(config.head_dim * config.rope.partial)
+    if rotated % 2 or not 0 < rotated <= config.head_dim:
+        problems.append(
+            f"a head of {config.head_dim} with partial_rotary_factor {config.rope.partial:g} has "
+            f"{rotated} elements to rotate; an even number within the head is needed"
+        )
+    return problems

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from eyas.models.checkpoint import Checkpoint, CheckpointError, NoWeightsError
 from eyas.models.config import DraftConfig, ModelConfig
-from eyas.models.config_file import read_json
+from eyas.models.config_file import read_json, shape_problems
 from eyas.models.draft_kind import report_refused_kind
 from eyas.models.draft_layer import read_decoder, read_norm_flags
 from eyas.models.draft_names import canonical_name
@@ -106,6 +106,8 @@ def _read(
     decoder = read_decoder(source)
     flags = read_norm_flags(source, norm_output=norm_output)
     fc_bias = source.has("fc.bias", claimed=source.top.flag("bias", False), key="bias")
+    if not source.layer.missing and not source.layer.problems:
+        source.layer.problems += shape_problems(decoder)
     if source.report_fields():
         return None  # comparing made-up sizes with the target's would only add noise
     target_width = read_target_width(source, target)

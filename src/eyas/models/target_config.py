@@ -17,9 +17,12 @@ from eyas.models.config_file import (
     read_json,
     read_quantization,
     read_rope,
+    shape_problems,
 )
 from eyas.models.findings import Findings
 from eyas.types import EyasError
+
+MAX_LAYERS = 1000  # more is a damaged file, and would take minutes to build
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,10 +83,10 @@ def read_target_config(folder: str | Path) -> ModelConfig:
     fields = Fields(data, where=str(folder / "config.json"), subject="target")
     extra = Fields(generation_data, where=str(generation), subject="target")
     config = _read_family(architecture, fields, extra, folder)
+    if not fields.missing and not fields.problems:
+        fields.problems += shape_problems(config)
     fields.report(findings)
     extra.report(findings)
-    if not findings:  # shapes are only worth comparing when all of them were read
-        _check_shapes(config, findings)
     findings.raise_on_errors()
     return config
 
@@ -145,7 +148,7 @@ def _read_family(architecture: str, fields: Fields, extra: Fields, folder: Path)
     attention_bias = fields.flag("attention_bias", False)
     qkv_bias = attention_bias if family.qkv_bias is None else family.qkv_bias
     o_bias = attention_bias if family.o_bias is None else family.o_bias
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         fields.problems.append(f"hidden_act must be silu, not {activation!r}")
@@ -195,21 +198,3 @@ def _sliding_window(fields: Fields, num_layers: int) -> int | None:
         return None
     first = fields.integer("max_window_layers", 28, least=0)
     return window if first < num_layers else None
-
-
-def _check_shapes(config: ModelConfig, findings: Findings) -> None:
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    if heads % kv_heads:
-        findings.error(
-            "target",
-            "config-wrong-value",
-            f"{heads} attention heads cannot be shared among {kv_heads} key/value heads",
-        )
-    rotated = config.head_dim * config.rope.partial
-    if rotated % 2 or not 0 < config.rope.partial <= 1:
-        findings.error(
-            "target",
-            "config-wrong-value",
-            f"a head of {config.head_dim} with partial_rotary_factor {config.rope.partial} "
-            "leaves no even number of elements to rotate",
-        )

@@ -28,7 +28,8 @@ class Reads:
             roots = [n for c in self.table.mro(cls) for n in self.table.members(c) if _is_root(n)]
             reached = [f for n in dict.fromkeys(roots) if (f := self.table.find(cls, n))]
             functions = [(f.owner, f.node) for f in reached if isinstance(f.node, Function)]
-            self._known[cls] = self._walk(cls, functions) if functions else None
+            known = functions or self.table.outside(cls, "forward") == "no"
+            self._known[cls] = self._walk(cls, functions) if known else None
         return self._known[cls]
 
     def _walk(
@@ -85,7 +86,7 @@ def effects(
     method = interpreter.method(instance, member.name)
     if method is None:
         return
-    attribute = inner.path.split(".")[0] if inner else ""
+    attribute = _attribute_acted_on(engine, cls, method.node, inner)
     alternatives: list[Instance | None] = [*engine.inner_classes(cls).get(attribute, [])]
     for alternative in alternatives or [None]:
         if alternative is not None:
@@ -99,6 +100,16 @@ def effects(
             )
         name = alternative.cls.name if alternative else ""
         yield Effect(member.name, name, verdict, tuple(sorted(set(steps))))
+
+
+def _attribute_acted_on(
+    engine: Engine, cls: ClassDefinition, method: Function, inner: InnerModel | None
+) -> str:
+    """The attribute that holds the model which a method acts on."""
+    named = [n.attr for n in ast.walk(method) if isinstance(n, ast.Attribute)]
+    held = [name for name in named if name in engine.inner_classes(cls)]
+    preferred = inner.path.split(".")[0] if inner else ""
+    return preferred if preferred in held or not held else held[0]
 
 
 def _failure(trace: Trace, member: Member) -> tuple[Verdict | None, list[str]]:
@@ -125,12 +136,13 @@ def _capture(reads: Reads, outer: Instance, trace: Trace) -> tuple[Verdict, list
 def _reader(reads: Reads, write: Write) -> str | None:
     """Where the written attribute is read: "" for nowhere, None where the audit cannot tell."""
     names = reads.of(write.owner.cls)
-    if names is None or reads.table.find(write.owner.cls, write.attribute):
-        # No forward in the tree, or a property: its setter may do anything.
-        found = reads.table.find(write.owner.cls, write.attribute)
-        if names is None or (found and isinstance(found.node, Function)):
-            return None
-    return names.get(write.attribute, "")
+    if names is None:
+        return None
+    found = reads.table.find(write.owner.cls, write.attribute)
+    if found and isinstance(found.node, Function):
+        return None  # a property: its setter may do anything
+    # A part of another class, such as a layer, may read the attribute itself.
+    return names.get(write.attribute, None if write.on_part else "")
 
 
 def _describe_write(write: Write, reader: str | None) -> str:

@@ -31,7 +31,7 @@ EXTERNAL_MEMBERS: tuple[tuple[str, frozenset[str]], ...] = (
     ("ABC", frozenset()),
     ("Protocol", frozenset()),
     ("Generic", frozenset()),
-    ("transformers.", frozenset({"get_input_embeddings"})),
+    ("transformers.", frozenset({"forward", "get_input_embeddings"})),
 )
 
 

@@ -210,8 +210,10 @@ class Evaluator(ABC):
                 found.add(owner)
             elif isinstance(owner, Unknown):
                 found.add(Unknown(f"{owner.what}.{name}", owner.is_model))
-            else:
-                found |= self.attribute(owner, name) or NOTHING
+            elif (values := self.attribute(owner, name)) is not None:
+                found |= values
+            elif isinstance(owner, Instance):
+                found.add(Part(owner))  # it is read, so that something must have set it
         return frozenset(found)
 
     def _call(self, call: ast.Call, frame: Frame) -> Values:
@@ -221,6 +223,8 @@ class Evaluator(ABC):
             if special is not None:
                 return special
         if isinstance(function, ast.Attribute):
+            if function.attr == "partial" and call.args:
+                return self.evaluate(call.args[0], frame)
             return self._method_call(call, function, frame)
         return self._call_values(self.evaluate(function, frame), call, frame)
 
@@ -229,12 +233,7 @@ class Evaluator(ABC):
         if name == "super" and frame.owner and frame.receiver:
             return frozenset({SuperValue(frame.owner, frame.receiver)})
         if name == "getattr" and len(args) >= 2 and isinstance(args[1], ast.Constant):
-            owners = self.evaluate(args[0], frame)
-            found = self._attribute(owners, str(args[1].value))
-            sure = owners and all(
-                isinstance(v, Instance) and self.has(v, str(args[1].value)) for v in owners
-            )
-            return found if sure or len(args) < 3 else found | self.evaluate(args[2], frame)
+            return self._getattr(args, str(args[1].value), frame)
         if name == "setattr" and len(args) == 3 and isinstance(args[1], ast.Constant):
             target = ast.Attribute(args[0], str(args[1].value), ast.Store(), lineno=call.lineno)
             self.assign(target, args[2], frame)
@@ -247,6 +246,16 @@ class Evaluator(ABC):
         if name in PASSING:
             return self.evaluate(args[-1], frame) if args else NOTHING
         return NOTHING if hasattr(builtins, name) else None
+
+    def _getattr(self, args: list[ast.expr], name: str, frame: Frame) -> Values:
+        found: Values = NOTHING
+        for owner in self.evaluate(args[0], frame):
+            known = self.has(owner, name) if isinstance(owner, Instance) else None
+            if known is not False:
+                found |= self._attribute(frozenset({owner}), name)
+            if known is not True and len(args) > 2:
+                found |= self.evaluate(args[2], frame)
+        return found
 
     def assign(self, target: ast.expr, value: ast.expr, frame: Frame) -> None:
         """One assignment, to a variable or to an attribute of what a variable holds."""

@@ -140,7 +140,8 @@ def _dynamic_detail(engine: Engine, cls: ClassDefinition, dynamic: Found, name: 
             ):
                 held = engine.inner_classes(cls).get(attribute, [])
                 having = [i.cls.name for i in held if has_member(engine, i.cls, name)]
-                found = f", where {', '.join(having)} has it" if having else ""
-                found = found or (", where no class has it" if held else "")
-                return f"left to __getattr__, which asks self.{attribute}{found}"
+                if not held:
+                    return f"left to __getattr__, which asks self.{attribute}"
+                has = f"in {', '.join(having)}" if having else "in none of its classes"
+                return f"left to __getattr__, which asks self.{attribute}: {has}"
     return "left to __getattr__"

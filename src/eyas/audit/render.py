@@ -155,7 +155,8 @@ def _totals(report: AuditReport) -> str:
 
 
 def _explanation(report: AuditReport, cls: ClassReport) -> Iterator[str]:
-    yield f"{cls.name} ({report.engine} {report.version or ''}), {cls.location}"
+    release = f"{report.engine} {report.version or ''}".strip()
+    yield f"{cls.name} ({release}), {cls.location}"
     yield f"  {cls.role}: {cls.reason}"
     if cls.architectures != (cls.name,):
         yield f"  serves {', '.join(cls.architectures)}"

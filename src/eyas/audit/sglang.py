@@ -59,7 +59,9 @@ class SGLang(Engine):
             if name.rpartition(".")[0] != self.models_module:
                 continue
             module = self.index.get(name)
-            if module is None or not (module.bindings.get("EntryClass") or module.stars):
+            if module is None or module.is_package:  # SGLang imports no packages of the folder
+                continue
+            if not (module.bindings.get("EntryClass") or module.stars):
                 continue
             values = self.interpreter.evaluate(ast.Name("EntryClass"), Frame(module))
             for value in values | elements(values):

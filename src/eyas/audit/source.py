@@ -208,6 +208,6 @@ def _folder_version(root: Path, package: str) -> str | None:
     for name in ("version.py", "_version.py"):
         file = root / name
         text = file.read_text("utf-8", "replace") if file.is_file() else ""
-        if found := re.search(r"^(?:__version__|version)\s*=.*?[\"'](\d[^\"']*)", text, re.M):
+        if found := re.search(r"^(?:__version__|version)\b[^=\n]*=.*?[\"'](\d[^\"']*)", text, re.M):
             return found.group(1)
     return None

@@ -41,6 +41,7 @@ def test_the_whole_vocabulary_is_no_suspicion() -> None:
         (D2T + 8, None, "vocab-map-out-of-range"),
         (D2T - 1, None, "vocab-map-out-of-range"),
         (torch.tensor([0, 3, 0, 6, 11]), None, "vocab-map-not-ascending"),
+        (torch.tensor([0, 3, 2, 6, 11]), None, "vocab-map-not-ascending"),  # 4 twice
         (torch.zeros(5, dtype=torch.int64), T2D, "vocab-maps-disagree"),
         (D2T, T2D.roll(1), "vocab-maps-disagree"),
         (D2T[:4], T2D, "vocab-maps-disagree"),

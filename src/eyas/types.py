@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 
 class EyasError(Exception):
@@ -61,34 +62,95 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled.
+    """How one request is sampled. Every option holds on every row, drafted or not.
 
-    max_tokens: new tokens at most; None means up to the model length.
+    max_tokens: new tokens at most; None means up to the model length. min_tokens: before that many
+        tokens no stop token is chosen and no stop string ends the request.
     temperature: 0 is greedy; above 0 the logits are divided by it.
+    top_k (0: off), top_p (1: off), min_p (0: off): restrict the choice, in this order.
+    presence_penalty, frequency_penalty: OpenAI's, by the generated tokens; repetition_penalty:
+        multiplicative, by prompt and generated tokens (1: off).
+    logit_bias: added to the logits of these tokens, each -100 to 100.
     seed: any integer; the sampled text is a function of seed and prompt alone (design D9). None
         draws one at random.
     stop_token_ids: end the request, as do the model's own end tokens; the stop token itself is
         counted as generated and is not part of the text.
+    stop: strings that end the request; neither they nor what follows is part of the text.
     ignore_eos: do not stop at the model's own end tokens (benchmarks).
+    logprobs: how many most probable tokens to report with each token (0: its own log-probability
+        alone; None: nothing). They are of the model's own distribution, before any option above.
+    n: answers to one prompt; answer i has seed + i.
+    speculation: False verifies no drafted token of this request. The output is the same.
 
     Raises EyasError on values out of range.
     """
 
     max_tokens: int | None = None
+    min_tokens: int = 0
     temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+    speculation: bool = True
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise EyasError(f"max_tokens must be at least 1, not {self.max_tokens}")
-        if not 0.0 <= self.temperature <= 100.0:  # also refuses NaN
-            raise EyasError(f"temperature must be between 0 and 100, not {self.temperature}")
+        limits: dict[str, tuple[float, float]] = {
+            "min_tokens": (0, math.inf),
+            "temperature": (0, 100),
+            "top_k": (0, 2**31),
+            "top_p": (0, 1),
+            "min_p": (0, 1),
+            "presence_penalty": (-2, 2),
+            "frequency_penalty": (-2, 2),
+            "repetition_penalty": (0.01, 100),
+            "n": (1, 128),
+        }
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if not low <= value <= high:  # also refuses NaN
+                raise EyasError(f"{name} must be between {low} and {high}, not {value}")
+        if self.top_p == 0:
+            raise EyasError("top_p must be above 0; use temperature 0 for greedy answers")
+        if self.max_tokens is not None and self.max_tokens < max(1, self.min_tokens):
+            raise EyasError(
+                f"max_tokens must be at least 1 and min_tokens ({self.min_tokens}), "
+                f"not {self.max_tokens}"
+            )
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise EyasError(f"logprobs must be between 0 and {MAX_LOGPROBS}, not {self.logprobs}")
         if any(token < 0 for token in self.stop_token_ids):
             raise EyasError("stop_token_ids must not be negative")
+        if any(not text for text in self.stop):
+            raise EyasError("stop strings must not be empty")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise EyasError(f"logit_bias may have {MAX_LOGIT_BIAS} entries at most")
+        if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
+            raise EyasError("logit_bias values must be between -100 and 100")
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of an emitted token, and the most probable ones (best first)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +158,8 @@ class StepOutput:
     """What one engine step found out about one request.
 
     new_token_ids: tokens emitted since the last output, in order. finish_reason: set on the last
-    output. error: text when finish_reason is ERROR. num_rounds, num_round_tokens: so far, as in
-    RequestOutput.
+    output. error: text when finish_reason is ERROR. num_rounds, num_round_tokens,
+    num_cached_tokens: so far, as in RequestOutput. logprobs: one a token, where asked for.
     """
 
     request_id: str
@@ -106,15 +168,18 @@ class StepOutput:
     error: str | None = None
     num_rounds: int = 0
     num_round_tokens: int = 0
+    num_cached_tokens: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclasses.dataclass
 class RequestOutput:
-    """A finished request.
+    """A finished request. index: which of a prompt's n answers it is.
 
     token_ids: all generated tokens, a final stop token included. num_rounds: target forwards
     after the prompt; num_round_tokens: tokens which they emitted (the prefill's own token is not
     among them), so that acceptance_length = num_round_tokens / num_rounds, the bonus included.
+    num_cached_tokens: prompt tokens taken from the prefix cache.
     """
 
     request_id: str
@@ -124,7 +189,10 @@ class RequestOutput:
     finish_reason: FinishReason
     num_rounds: int = 0
     num_round_tokens: int = 0
+    num_cached_tokens: int = 0
+    logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     error: str | None = None
+    index: int = 0
 
     @property
     def acceptance_length(self) -> float:

@@ -7,18 +7,24 @@ when a step returns, so that the host works on one round while the device runs t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import operator
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from eyas import kernels
 from eyas.cache.pages import OutOfPagesError, PageAllocator
+from eyas.config import PLAIN, TreeShape
+from eyas.engine.stop_text import StopTextMatcher
+from eyas.engine.tokenizer import Tokenizer
 from eyas.engine.worker import Pending, RoundResult, Worker
+from eyas.kernels import SamplingMode
 from eyas.scheduler.scheduler import Phase, Request, Scheduler
 from eyas.speculative.round import PrefillChunk
-from eyas.speculative.state import MAX_STOP_IDS, SlotSettings
-from eyas.types import EyasError, FinishReason, SamplingParams, StepOutput
+from eyas.speculative.state import MAX_STOP_IDS, SlotSettings, sampling_mode
+from eyas.types import EyasError, FinishReason, SamplingParams, StepOutput, TokenLogprob
 
 _FINISH = {kernels.FINISH_STOP: FinishReason.STOP, kernels.FINISH_LENGTH: FinishReason.LENGTH}
 
@@ -43,6 +49,7 @@ class Engine:
         vocab_size: int,
         chunk_tokens: int,
         run_ahead: int,
+        prefix_caching: bool = True,
     ) -> None:
         shape = worker.shape
         self.worker = worker
@@ -55,7 +62,11 @@ class Engine:
             page_size=shape.page_size,
             chunk_tokens=chunk_tokens,
             round_tokens=shape.tree.depth + 1,
+            prefix_caching=prefix_caching,
         )
+        self.tree = shape.tree  # of the next rounds; any shape within the worker's own
+        self.tokenizer: Tokenizer | None = None  # needed by requests with stop strings
+        self._stop_text: dict[str, StopTextMatcher] = {}
         self.requests: dict[str, Request] = {}
         self._unread: deque[list[_Launch]] = deque()  # one list a turn, oldest first
         self._arrivals = itertools.count()
@@ -80,6 +91,11 @@ class Engine:
             arrival=next(self._arrivals),
         )
         self.requests[request_id] = request
+        if params.stop:
+            assert self.tokenizer is not None
+            self._stop_text[request_id] = StopTextMatcher(
+                self.tokenizer, params.stop, min_tokens=params.min_tokens
+            )
         self.scheduler.add(request)
 
     def _validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
@@ -95,6 +111,11 @@ class Engine:
                 f"the prompt has {num_prompt} tokens, the model length is {self.max_model_len} "
                 "and at least one token must be left for the answer: shorten the prompt"
             )
+        if params.stop and self.tokenizer is None:
+            raise EyasError("stop strings need the model's tokenizer, which is not loaded")
+        wrong = [t for t in params.logit_bias if not 0 <= t < self._vocab_size]
+        if wrong:
+            raise EyasError(f"logit_bias token {wrong[0]} is outside 0..{self._vocab_size - 1}")
         max_new_tokens = room if params.max_tokens is None else params.max_tokens
         if max_new_tokens > room:
             raise EyasError(
@@ -137,13 +158,16 @@ class Engine:
     def _enter_slot(self, request: Request) -> None:
         assert request.slot is not None
         settings = SlotSettings(
+            params=request.params,
             remaining=request.num_remaining,
-            temperature=request.params.temperature,
             seed=request.seed,
             stop_ids=self._stop_ids(request.params),
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=request.output_token_ids,
         )
-        self.worker.admit(request.slot, settings, request.token_ids)
-        self.worker.set_pages(request.slot, request.pages)
+        self.worker.admit(
+            request.slot, settings, pages=request.pages, num_cached=request.num_computed
+        )
 
     def _launch_prefill(self) -> None:
         chunks = []
@@ -158,7 +182,7 @@ class Engine:
             )
         if chunks:
             requests = [c.request for c in planned]
-            pending = self.worker.prefill(chunks, sampled=_any_sampled(requests))
+            pending = self.worker.prefill(chunks, mode=_mode(requests), tree=self.tree)
             self._unread[-1].append(_launch(requests, pending, is_round=False))
 
     def _make_room(self) -> list[StepOutput]:
@@ -188,12 +212,18 @@ class Engine:
         slots = [r.slot for r in running if r.slot is not None]
         round_tokens = self.worker.shape.tree.depth + 1
         longest = max(r.num_tokens + r.num_unread * round_tokens for r in running)
-        pending = self.worker.round(slots, max_kv_len=longest, sampled=_any_sampled(running))
+        pending = self.worker.round(
+            slots, max_kv_len=longest, mode=_mode(running), tree=self._next_tree(running)
+        )
         if not self._unread:  # making room has read this turn's prefill already
             self._unread.append([])
         self._unread[-1].append(_launch(running, pending, is_round=True))
         if self.on_round is not None:
             self.on_round()
+
+    def _next_tree(self, running: Sequence[Request]) -> TreeShape:
+        """The shape of the next round: plain when no request wants speculation."""
+        return self.tree if any(r.params.speculation for r in running) else PLAIN
 
     def _read_down_to(self, num_turns: int) -> list[StepOutput]:
         """Read the oldest turns until `num_turns` are unread."""
@@ -217,26 +247,34 @@ class Engine:
         request.num_unread -= 1
         if not result.token_ids:
             return None
-        request.output_token_ids += result.token_ids
+        tokens, reason = result.token_ids, _FINISH.get(result.finish)
+        matcher = self._stop_text.get(request.request_id)
+        num_kept = matcher.num_kept(tokens) if matcher is not None else None
+        if num_kept is not None:
+            tokens, reason = tokens[:num_kept], FinishReason.STOP
+        request.output_token_ids += tokens
         if is_round:
             request.num_rounds += 1
-            request.num_round_tokens += len(result.token_ids)
-        reason = _FINISH.get(result.finish)
+            request.num_round_tokens += len(tokens)
+        self.scheduler.publish(request)
         if reason is not None:
             self._finish(request)
             del self.requests[request.request_id]
         return StepOutput(
             request.request_id,
-            result.token_ids,
+            tokens,
             reason,
             num_rounds=request.num_rounds,
             num_round_tokens=request.num_round_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            logprobs=_asked_logprobs(request.params, result.logprobs[: len(tokens)]),
         )
 
     def _finish(self, request: Request) -> None:
         if request.slot is not None:
             self.worker.release(request.slot)
         self.scheduler.finish(request)
+        self._stop_text.pop(request.request_id, None)
 
 
 def _launch(requests: list[Request], pending: Pending, *, is_round: bool) -> _Launch:
@@ -245,8 +283,17 @@ def _launch(requests: list[Request], pending: Pending, *, is_round: bool) -> _La
     return _Launch(requests, pending, is_round)
 
 
-def _any_sampled(requests: Sequence[Request]) -> bool:
-    return any(r.params.temperature > 0 for r in requests)
+def _mode(requests: Sequence[Request]) -> SamplingMode:
+    return functools.reduce(operator.or_, (sampling_mode(r.params) for r in requests))
+
+
+def _asked_logprobs(
+    params: SamplingParams, logprobs: tuple[TokenLogprob, ...]
+) -> tuple[TokenLogprob, ...]:
+    """What the request asked for of what its batch computed."""
+    if params.logprobs is None:
+        return ()
+    return tuple(dataclasses.replace(t, top=t.top[: params.logprobs]) for t in logprobs)
 
 
 def _signed64(value: int) -> int:

@@ -12,8 +12,11 @@ from eyas.cache.pool import KVPool
 from eyas.config import MAX_TREE_NODES, TreeShape
 from eyas.contract.draft import Draft
 from eyas.contract.target import Target
-from eyas.speculative.round import DraftSide, PrefillChunk, RoundRunner
+from eyas.kernels import SamplingMode
+from eyas.speculative.proposer import Proposer
+from eyas.speculative.round import PrefillChunk, RoundOutput, RoundRunner
 from eyas.speculative.state import SlotSettings, SlotState
+from eyas.types import TokenLogprob
 
 KV_LEN_STEP = 64  # lengths are rounded up to this, so that shapes repeat
 
@@ -42,22 +45,25 @@ class WorkerShape:
 
 @dataclasses.dataclass(frozen=True)
 class RoundResult:
-    """What a round or a prefill told about one slot. finish: kernels.NO_FINISH and so on."""
+    """What a round or a prefill told about one slot. finish: kernels.NO_FINISH and so on.
+
+    logprobs: one a token, where the launch's mode asked for them.
+    """
 
     token_ids: tuple[int, ...]
     finish: int
     num_accepted: int
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Pending:
     """Results on their way to the host; `read` waits for them."""
 
-    def __init__(self, packed: torch.Tensor) -> None:
+    def __init__(self, output: RoundOutput) -> None:
         self._event: torch.cuda.Event | None = None
-        self._host = packed
-        if packed.is_cuda:
-            self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
-            self._host.copy_(packed, non_blocking=True)
+        tensors = (output.packed, output.logprob_id, output.logprob)
+        self._packed, self._ids, self._values = (t if t is None else _to_host(t) for t in tensors)
+        if output.packed.is_cuda:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
@@ -65,13 +71,30 @@ class Pending:
         """One result per slot of the launch."""
         if self._event is not None:
             self._event.synchronize()
-        width = self._host.shape[1] - 3
-        return [
-            RoundResult(
-                tuple(row[: row[width]]), finish=row[width + 1], num_accepted=row[width + 2]
-            )
-            for row in self._host.tolist()
-        ]
+        assert self._packed is not None
+        results = []
+        for number, row in enumerate(self._packed.tolist()):
+            num_emitted, finish, num_accepted = row[-3:]
+            logprobs = self._logprobs(number, num_emitted)
+            results.append(RoundResult(tuple(row[:num_emitted]), finish, num_accepted, logprobs))
+        return results
+
+    def _logprobs(self, number: int, num_emitted: int) -> tuple[TokenLogprob, ...]:
+        if self._ids is None or self._values is None:
+            return ()
+        ids = self._ids[number, :num_emitted].tolist()
+        values = self._values[number, :num_emitted].tolist()
+        return tuple(
+            TokenLogprob(token[0], value[0], tuple(zip(token[1:], value[1:], strict=True)))
+            for token, value in zip(ids, values, strict=True)
+        )
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 class Worker:
@@ -89,6 +112,7 @@ class Worker:
     ) -> None:
         self.shape, self.draft = shape, draft
         self._device = torch.device(device)
+        self._primed = [False] * shape.num_slots
         if draft is not None:
             target.set_eagle3_layers_to_capture(draft.boundaries)
         self.target_pool = self._pool(target, dtype)
@@ -96,16 +120,21 @@ class Worker:
         self.state = SlotState(
             num_slots=shape.num_slots + 1,
             max_pages=shape.max_pages,
+            vocab_size=target.vocab_size,
             draft_hidden_size=1 if draft is None else draft.hidden_size,
             draft_dtype=draft_dtype,
             topk=shape.tree.topk,
             device=device,
         )
-        side = None
+        self.proposer = None
         if draft is not None and self.draft_pool is not None:
-            side = DraftSide(draft, TorchBackend(self.draft_pool))
+            backend = TorchBackend(self.draft_pool)
+            self.proposer = Proposer(draft, backend, self.state, num_pages=shape.num_pages)
         self.runner = RoundRunner(
-            target=target, backend=TorchBackend(self.target_pool), state=self.state, draft=side
+            target=target,
+            backend=TorchBackend(self.target_pool),
+            state=self.state,
+            proposer=self.proposer,
         )
 
     def _pool(self, model: Target | Draft, dtype: torch.dtype) -> KVPool:
@@ -119,11 +148,19 @@ class Worker:
             device=self._device,
         )
 
-    def admit(self, slot: int, settings: SlotSettings, prompt_token_ids: Sequence[int]) -> None:
-        """A request enters a slot."""
+    @torch.inference_mode()
+    def admit(
+        self, slot: int, settings: SlotSettings, *, pages: Sequence[int], num_cached: int
+    ) -> None:
+        """A request enters a slot; its first num_cached tokens are in cached pages already."""
+        tokens = [*settings.prompt_token_ids, *settings.output_token_ids]
         self.state.admit(slot, settings)
+        self.state.set_pages(slot, pages)
         if self.draft is not None:
-            self.draft.bind(slot, prompt_token_ids)
+            self.draft.bind(slot, tokens)
+        if self.proposer is not None and num_cached:
+            row = torch.tensor((slot, tokens[num_cached], num_cached - 1), device=self._device)
+            self.proposer.continue_from_page(row[:1], row[1:2], row[2:])
 
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         """Replace a slot's page table."""
@@ -134,15 +171,33 @@ class Worker:
         self.state.release(slot)
 
     @torch.inference_mode()
-    def prefill(self, chunks: Sequence[PrefillChunk], *, sampled: bool) -> Pending:
-        """Launch prompt chunks; one result per chunk (empty where the prompt goes on)."""
-        speculative = self.draft is not None and self.shape.tree.depth > 0
-        return Pending(self.runner.prefill(chunks, sampled=sampled, prime=speculative))
+    def prefill(
+        self, chunks: Sequence[PrefillChunk], *, mode: SamplingMode, tree: TreeShape
+    ) -> Pending:
+        """Launch prompt chunks; one result per chunk (empty where the prompt goes on).
+
+        tree: the shape of the round to follow.
+        """
+        prime = tree.depth > 0
+        self._set_primed([c.slot for c in chunks], prime)
+        return Pending(self.runner.prefill(chunks, mode=mode, prime=prime))
 
     @torch.inference_mode()
-    def round(self, slots: Sequence[int], *, max_kv_len: int, sampled: bool) -> Pending:
-        """Launch one round over the slots; no length of theirs is above max_kv_len."""
+    def round(
+        self, slots: Sequence[int], *, max_kv_len: int, mode: SamplingMode, tree: TreeShape
+    ) -> Pending:
+        """Launch one round over the slots; no length of theirs is above max_kv_len.
+
+        tree: any shape within the worker's own (depth, topk and nodes).
+        """
         max_kv_len = -(-max_kv_len // KV_LEN_STEP) * KV_LEN_STEP
         slots_B = torch.tensor(slots, device=self._device)
-        packed = self.runner.round(slots_B, self.shape.tree, max_kv_len=max_kv_len, sampled=sampled)
-        return Pending(packed)
+        if tree.depth and not all(self._primed[slot] for slot in slots):
+            assert self.proposer is not None, "a speculative round needs a draft"
+            self.proposer.prime(slots_B, max_kv_len=max_kv_len, mode=mode)
+        self._set_primed(slots, tree.depth > 0)
+        return Pending(self.runner.round(slots_B, tree, max_kv_len=max_kv_len, mode=mode))
+
+    def _set_primed(self, slots: Sequence[int], primed: bool) -> None:
+        for slot in slots:
+            self._primed[slot] = primed

@@ -17,11 +17,14 @@ from eyas.kernels.reference import (
     silu_mul,
     walk_tree,
 )
+from eyas.kernels.sampling import SamplingMode, apply_penalties, token_logprobs, truncate
 
 __all__ = [
     "FINISH_LENGTH",
     "FINISH_STOP",
     "NO_FINISH",
+    "SamplingMode",
+    "apply_penalties",
     "apply_rope",
     "choose_tokens",
     "copy_kv_rows",
@@ -29,5 +32,7 @@ __all__ = [
     "gumbel_noise",
     "rms_norm",
     "silu_mul",
+    "token_logprobs",
+    "truncate",
     "walk_tree",
 ]

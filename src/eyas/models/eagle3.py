@@ -117,20 +117,26 @@ class Eagle3Draft(nn.Module):
         Raises EyasError when widths make sharing impossible.
         """
         embed_VH, head_VH = target.get_embed_and_head()
-        size, dtype = self.hidden_size, self.fc.weight.dtype
-        if (self.embed_tokens is None or self.lm_head is None) and embed_VH.shape[1] != size:
-            raise EyasError(
-                f"the draft (hidden {size}) has no embedding or head of its own and cannot share "
-                f"the target's (hidden {embed_VH.shape[1]})"
-            )
+        dtype = self.fc.weight.dtype
         if self.embed_tokens is None:
-            self.embed_tokens = nn.Embedding(len(embed_VH), size, device="meta")
+            self._require_width("embedding", embed_VH)
+            self.embed_tokens = nn.Embedding(len(embed_VH), self.hidden_size, device="meta")
             self.embed_tokens.weight = nn.Parameter(embed_VH.detach().to(dtype), False)
         if self.lm_head is None:
-            self.lm_head = Linear(size, len(head_VH), dtype=dtype, device="meta")
+            if self.config.decoder.tie_word_embeddings:
+                head_VH = self.embed_tokens.weight
+            self._require_width("head", head_VH)
+            self.lm_head = Linear(self.hidden_size, len(head_VH), dtype=dtype, device="meta")
             self.lm_head.weight = nn.Parameter(head_VH.detach().to(dtype), False)
         ids = torch.arange(self.draft_vocab_size, device=embed_VH.device)
         self._target_ids = ids + self.d2t if self.config.has_d2t else ids
+
+    def _require_width(self, what: str, weight_VH: Tensor) -> None:
+        if weight_VH.shape[1] != self.hidden_size:
+            raise EyasError(
+                f"the draft (hidden {self.hidden_size}) has no {what} of its own and cannot share "
+                f"the target's (hidden {weight_VH.shape[1]})"
+            )
 
     @property
     def hidden_size(self) -> int:

@@ -11,7 +11,7 @@ import dataclasses
 import enum
 from collections import deque
 
-from eyas.cache.pages import OutOfPagesError, PageAllocator
+from eyas.cache.pages import OutOfPagesError, PageAllocator, chain_key
 from eyas.types import SamplingParams
 
 
@@ -28,7 +28,9 @@ class Phase(enum.Enum):
 class Request:
     """One sequence. max_new_tokens: from params and the model length together, at least 1.
 
-    arrival: order of priority (lower first). num_rounds, num_round_tokens: see RequestOutput.
+    arrival: order of priority (lower first). num_computed: tokens whose prefill was launched or
+    found in the cache. num_published: pages that others can find. num_rounds, num_round_tokens,
+    num_cached_tokens: see RequestOutput.
     """
 
     request_id: str
@@ -45,6 +47,9 @@ class Request:
     num_unread: int = 0
     num_rounds: int = 0
     num_round_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_published: int = 0
+    page_keys: list[bytes] = dataclasses.field(default_factory=list)
 
     @property
     def token_ids(self) -> list[int]:
@@ -87,10 +92,11 @@ class Scheduler:
         page_size: int,
         chunk_tokens: int,
         round_tokens: int,
+        prefix_caching: bool = True,
     ) -> None:
         self.allocator = allocator
         self._page_size, self._chunk_tokens = page_size, chunk_tokens
-        self._round_tokens = round_tokens
+        self._round_tokens, self._prefix_caching = round_tokens, prefix_caching
         self._free_slots = list(reversed(range(num_slots)))
         self.waiting: deque[Request] = deque()
         self.admitted: list[Request] = []  # in prefill or running, by arrival
@@ -118,15 +124,21 @@ class Scheduler:
         admitted = []
         while self.waiting and self._free_slots:
             request = self.waiting[0]
+            cached = self._match(request)
+            # The draft's entry of the first sampled token is at index num_tokens.
+            needed = self.num_pages(request.num_tokens + 1) - len(cached)
             try:
-                # The draft's entry of the first sampled token is at index num_tokens.
-                request.pages = self.allocator.allocate(self.num_pages(request.num_tokens + 1))
+                request.pages = cached + self.allocator.allocate(needed)
             except OutOfPagesError:
+                self.allocator.release(cached)
                 break
+            request.num_computed = len(cached) * self._page_size
+            request.num_published = len(cached)
+            if not request.output_token_ids:  # what a preempted request finds again is no saving
+                request.num_cached_tokens = request.num_computed
             self.waiting.popleft()
             request.slot = self._free_slots.pop()
             request.phase = Phase.PREFILL
-            request.num_computed = 0
             self.admitted.append(request)
             admitted.append(request)
         self.admitted.sort(key=lambda r: r.arrival)
@@ -143,6 +155,7 @@ class Scheduler:
             budget -= end - start
             request.num_computed = end
             chunks.append(Chunk(request, start, end))
+            self._publish(request, end)
             if end == request.num_tokens:
                 request.phase = Phase.RUNNING
         return chunks
@@ -159,6 +172,41 @@ class Scheduler:
             return False
         request.pages += self.allocator.allocate(needed)
         return True
+
+    def publish(self, request: Request) -> None:
+        """Let others find the pages that the tokens read so far have filled.
+
+        The last token read is pending: its keys are not committed yet.
+        """
+        if request.phase is Phase.RUNNING:
+            self._publish(request, request.num_tokens - 1)
+
+    def _publish(self, request: Request, num_committed: int) -> None:
+        num_full = num_committed // self._page_size
+        if not self._prefix_caching or num_full <= request.num_published:
+            return
+        keys = self._keys(request, num_full)
+        for number in range(request.num_published, num_full):
+            self.allocator.publish(request.pages[number], keys[number])
+        request.num_published = num_full
+
+    def _match(self, request: Request) -> list[int]:
+        """Cached pages of the request's prefix; at least one token is left to compute."""
+        if not self._prefix_caching:
+            return []
+        return self.allocator.match(
+            self._keys(request, (request.num_tokens - 1) // self._page_size)
+        )
+
+    def _keys(self, request: Request, count: int) -> list[bytes]:
+        """Keys of the first `count` pages, which must be full."""
+        keys, size = request.page_keys, self._page_size
+        if len(keys) < count:
+            tokens = request.token_ids
+            for start in range(len(keys) * size, count * size, size):
+                parent = keys[-1] if keys else b""
+                keys.append(chain_key(parent, tokens[start : start + size]))
+        return keys[:count]
 
     def preempt(self) -> Request:
         """Send the latest request back to the queue; its tokens are computed again later."""
@@ -181,4 +229,5 @@ class Scheduler:
         self.admitted.remove(request)
         self.allocator.release(request.pages)
         self._free_slots.append(request.slot)
-        request.pages, request.slot, request.num_unread = [], None, 0
+        request.pages, request.slot = [], None
+        request.num_unread = request.num_published = 0

@@ -1,7 +1,7 @@
 """What the device knows of the running requests, by slot (design D6).
 
-Shape suffixes: S slots, P pages a request, H draft hidden, K first-level candidates,
-M stop ids.
+Shape suffixes: S slots, P pages a request, H draft hidden, K first-level candidates, M stop ids,
+A logit bias entries, V target vocabulary.
 """
 
 from __future__ import annotations
@@ -13,19 +13,40 @@ import torch
 from torch import Tensor
 
 from eyas.cache.pool import NULL_PAGE
+from eyas.kernels import SamplingMode
+from eyas.types import MAX_LOGIT_BIAS, SamplingParams
 
 MAX_STOP_IDS = 32
+NO_DRAFT_LIMIT = 2**31
 
 
 @dataclasses.dataclass(frozen=True)
 class SlotSettings:
-    """What a request brings to its slot. remaining: new tokens that it may still emit (>= 1);
-    temperature 0 is greedy; seed: int64; stop_ids: at most MAX_STOP_IDS."""
+    """What a request brings to its slot.
 
+    remaining: new tokens that it may still emit (>= 1). seed: int64. stop_ids: all tokens that
+    end it, at most MAX_STOP_IDS. output_token_ids: generated before a preemption.
+    """
+
+    params: SamplingParams
     remaining: int
-    temperature: float
     seed: int
     stop_ids: Sequence[int]
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int] = ()
+
+
+def sampling_mode(params: SamplingParams) -> SamplingMode:
+    """The processors that one request needs; those of a batch are joined with |."""
+    penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty - 1)
+    return SamplingMode(
+        noise=params.temperature > 0,
+        truncate=params.temperature > 0
+        and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0),
+        penalize=any(penalties),
+        bias=bool(params.logit_bias) or params.min_tokens > 0,
+        num_logprobs=params.logprobs,
+    )
 
 
 class SlotState:
@@ -33,10 +54,11 @@ class SlotState:
 
     length_S: tokens whose target keys and values are committed. pending_S: the token after them,
     emitted but not yet in the target's cache; the draft's entry for it is at index length.
-    remaining_S: tokens that may still be emitted. active_S: the round changes nothing else.
+    remaining_S: tokens that may still be emitted; emitted_S: tokens generated so far. active_S:
+    False makes the slot a no-op. max_draft_S: drafted tokens accepted a round at most.
     draft_input_SH: s = fc(features) of the last committed token. draft_hidden_SH,
-    candidate_token_SK, candidate_score_SK: the draft's state after the extend, valid only if the
-    last extend of the slot was a full one.
+    candidate_token_SK, candidate_score_SK: the draft's state after `prime`.
+    output_count_SV, prompt_seen_SV: for penalties, kept for slots whose request has any.
     """
 
     def __init__(
@@ -44,6 +66,7 @@ class SlotState:
         *,
         num_slots: int,
         max_pages: int,
+        vocab_size: int,
         draft_hidden_size: int,
         draft_dtype: torch.dtype,
         topk: int,
@@ -52,16 +75,32 @@ class SlotState:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        def numbers(default: float = 0.0) -> Tensor:
+            return zeros(num_slots, dtype=torch.float32).fill_(default)
+
         self.trash_slot = num_slots - 1
         self.device = torch.device(device)
         self.length_S = zeros(num_slots)
         self.pending_S = zeros(num_slots)
         self.remaining_S = zeros(num_slots)
+        self.emitted_S = zeros(num_slots)
         self.active_S = zeros(num_slots, dtype=torch.bool)
         self.page_table_SP = zeros(num_slots, max_pages).fill_(NULL_PAGE)
-        self.temperature_S = zeros(num_slots, dtype=torch.float32)
-        self.seed_S = zeros(num_slots)
         self.stop_ids_SM = zeros(num_slots, MAX_STOP_IDS).fill_(-1)
+        self.seed_S = zeros(num_slots)
+        self.max_draft_S = zeros(num_slots)
+        self.min_tokens_S = zeros(num_slots)
+        self.temperature_S = numbers()
+        self.top_k_S = zeros(num_slots)
+        self.top_p_S = numbers(1.0)
+        self.min_p_S = numbers()
+        self.presence_S = numbers()
+        self.frequency_S = numbers()
+        self.repetition_S = numbers(1.0)
+        self.bias_id_SA = zeros(num_slots, MAX_LOGIT_BIAS)
+        self.bias_value_SA = zeros(num_slots, MAX_LOGIT_BIAS, dtype=torch.float32)
+        self.output_count_SV = zeros(num_slots, vocab_size, dtype=torch.int32)
+        self.prompt_seen_SV = zeros(num_slots, vocab_size, dtype=torch.bool)
         self.draft_input_SH = zeros(num_slots, draft_hidden_size, dtype=draft_dtype)
         self.draft_hidden_SH = zeros(num_slots, draft_hidden_size, dtype=draft_dtype)
         self.candidate_token_SK = zeros(num_slots, topk)
@@ -69,19 +108,54 @@ class SlotState:
 
     def admit(self, slot: int, settings: SlotSettings) -> None:
         """Prepare a slot for a request; it becomes active with its prefill's last chunk."""
+        params = settings.params
         self.active_S[slot] = False
         self.length_S[slot] = 0
         self.remaining_S[slot] = settings.remaining
-        self.temperature_S[slot] = settings.temperature
+        self.emitted_S[slot] = len(settings.output_token_ids)
         self.seed_S[slot] = settings.seed
-        row = list(settings.stop_ids) + [-1] * (MAX_STOP_IDS - len(settings.stop_ids))
-        self.stop_ids_SM[slot] = torch.tensor(row)
+        self.max_draft_S[slot] = NO_DRAFT_LIMIT if params.speculation else 0
+        self._fill(self.stop_ids_SM, slot, settings.stop_ids, -1)
+        self.temperature_S[slot] = params.temperature
+        mode = sampling_mode(params)
+        self.top_k_S[slot], self.top_p_S[slot] = params.top_k, params.top_p
+        self.min_p_S[slot] = params.min_p
+        self.min_tokens_S[slot] = params.min_tokens
+        self._fill(self.bias_id_SA, slot, list(params.logit_bias), 0)
+        self._fill(self.bias_value_SA, slot, list(params.logit_bias.values()), 0.0)
+        self.presence_S[slot] = params.presence_penalty
+        self.frequency_S[slot] = params.frequency_penalty
+        self.repetition_S[slot] = params.repetition_penalty
+        if mode.penalize:
+            self._count(slot, settings)
 
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         """Write a slot's page table; entries past `pages` become the null page."""
-        row = list(pages) + [NULL_PAGE] * (self.page_table_SP.shape[1] - len(pages))
-        self.page_table_SP[slot] = torch.tensor(row)
+        self._fill(self.page_table_SP, slot, pages, NULL_PAGE)
+
+    def pages(self, slots: Tensor, index: Tensor, page_size: int) -> Tensor:
+        """Page that holds a cache index of a slot (int64, of any one shape)."""
+        return self.page_table_SP[slots, index // page_size]
+
+    def rows(self, slots: Tensor, index: Tensor, page_size: int) -> Tensor:
+        """Pool row of a cache index of a slot (int64, of any one shape)."""
+        return self.pages(slots, index, page_size) * page_size + index % page_size
 
     def release(self, slot: int) -> None:
         """Make the slot a no-op from the next round on."""
         self.active_S[slot] = False
+
+    def _fill(self, table: Tensor, slot: int, values: Sequence[float], padding: float) -> None:
+        row = list(values) + [padding] * (table.shape[1] - len(values))
+        table[slot] = torch.tensor(row, dtype=table.dtype)
+
+    def _count(self, slot: int, settings: SlotSettings) -> None:
+        """Start the penalty counts from the tokens that are there already."""
+        for table in (self.output_count_SV, self.prompt_seen_SV):
+            table[slot] = 0
+        prompt = torch.tensor(settings.prompt_token_ids, device=self.device)
+        self.prompt_seen_SV[slot, prompt] = True
+        if settings.output_token_ids:
+            output = torch.tensor(settings.output_token_ids, device=self.device)
+            one = torch.ones_like(output, dtype=torch.int32)
+            self.output_count_SV[slot].index_add_(0, output, one)

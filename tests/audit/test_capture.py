@@ -132,6 +132,41 @@ def test_a_call_that_the_inner_model_lacks_fails(audited):
     assert "which LlamaModel lacks" in seen.report.findings[0].message
 
 
+@pytest.mark.parametrize(
+    "setter",
+    [
+        "if self.fast:\n    self.model.layers_to_capture = layer_ids\n    return\n"
+        "raise NotImplementedError",
+        "try:\n    self.model.set_layers_to_capture(layer_ids)\nexcept AttributeError:\n"
+        "    self.model.layers_to_capture = layer_ids",
+        "if isinstance(self.model, PlainModel):\n    self.model.set_layers_to_capture(layer_ids)\n"
+        "else:\n    self.model.layers_to_capture = layer_ids",
+        "if isinstance(self.model, (PlainModel, LlamaModel)):\n"
+        "    self.model.layers_to_capture = layer_ids\n"
+        "else:\n    raise TypeError",
+        "self.model.layers_to_capture = layer_ids\nif self.fast:\n"
+        "    self.model.set_layers_to_capture(layer_ids)",
+    ],
+)
+def test_what_may_not_happen_is_no_failure(audited, setter):
+    seen = audited(model(setter))
+    assert seen.verdicts("TestedForCausalLM", SET) == {"LlamaModel": "captures"}
+    assert seen.ids == set()
+
+
+@pytest.mark.parametrize(
+    "setter",
+    [
+        "if not self.last_rank: return\nself.model.set_layers_to_capture(layer_ids)",
+        "if not hasattr(self.model, 'set_layers_to_capture'):\n    raise AttributeError",
+        "if not isinstance(self.model, PlainModel):\n    raise TypeError",
+        "for i in layer_ids:\n    self.model.set_layers_to_capture(i)",
+    ],
+)
+def test_failures_behind_a_condition(audited, setter):
+    assert audited(model(setter)).ids == {BROKEN}
+
+
 def test_a_setter_that_always_raises_fails(audited):
     assert audited(model("ids = layer_ids\nraise RuntimeError(ids)")).ids == {BROKEN}
 

@@ -93,11 +93,7 @@ def effects(
             interpreter.pinned = {(instance, attribute): frozenset({alternative})}
         trace = interpreter.run(method, {})
         interpreter.pinned = {}
-        verdict, steps = _failure(trace, member)
-        if not verdict:
-            verdict, steps = (
-                _capture(reads, instance, trace) if member.sets_layers else ("works", [])
-            )
+        verdict, steps = _verdict(reads, instance, trace, member)
         name = alternative.cls.name if alternative else ""
         yield Effect(member.name, name, verdict, tuple(sorted(set(steps))))
 
@@ -112,13 +108,18 @@ def _attribute_acted_on(
     return preferred if preferred in held or not held else held[0]
 
 
-def _failure(trace: Trace, member: Member) -> tuple[Verdict | None, list[str]]:
+def _verdict(
+    reads: Reads, outer: Instance, trace: Trace, member: Member
+) -> tuple[Verdict, list[str]]:
+    if trace.raises:
+        return "fails", ["always raises"]
+    verdict, steps = _capture(reads, outer, trace) if member.sets_layers else ("works", [])
     missing = [m for m in trace.missing if m.method == member.name or _is_capture_name(m.method)]
-    if missing:
-        return "fails", [
-            f"{m.location}: calls {m.method}, which {m.receiver.cls.name} lacks" for m in missing
-        ]
-    return ("fails", ["always raises"]) if trace.raises else (None, [])
+    # A call in a branch that may not be taken counts where nothing else works either.
+    if any(m.certain for m in missing) or (missing and verdict == "captures nothing"):
+        calls = [(m.location, m.method, m.receiver.cls.name) for m in missing]
+        return "fails", [f"{place}: calls {name}, which {cls} lacks" for place, name, cls in calls]
+    return verdict, steps
 
 
 def _capture(reads: Reads, outer: Instance, trace: Trace) -> tuple[Verdict, list[str]]:

@@ -57,6 +57,7 @@ class Found:
 
     @property
     def location(self) -> str:
+        """File and line."""
         return f"{self.owner.module.file}:{getattr(self.node, 'lineno', 0)}"
 
 

@@ -4,7 +4,6 @@ import ast
 import builtins
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 from eyas.audit.classes import ClassTable, Function, decorated
 from eyas.audit.modules import (
@@ -21,6 +20,7 @@ from eyas.audit.values import (
     NOTHING,
     ClassValue,
     Collection,
+    Frame,
     FunctionValue,
     Instance,
     MissingCall,
@@ -33,25 +33,14 @@ from eyas.audit.values import (
     Value,
     Values,
     Write,
+    elements,
 )
 
 Arguments = dict[str, Values]
-Receiver = Instance | ClassValue
 # Builtins and methods that hand back (an element of) what they are given.
 PASSING = frozenset({"cast", "list", "tuple", "reversed", "sorted", "set", "iter", "enumerate"})
 SELF_RETURNING = frozenset({"to", "eval", "train", "cuda", "half", "bfloat16", "float", "type"})
 MUTATING = frozenset({"append", "extend", "insert", "add", "update", "clear", "setdefault"})
-
-
-@dataclass
-class Frame:
-    """A running function: its module, the variables, and what it has done so far."""
-
-    module: Module
-    owner: ClassDefinition | None = None
-    receiver: Receiver | None = None
-    variables: dict[str, Values] = field(default_factory=dict)
-    trace: Trace = field(default_factory=Trace)
 
 
 # Replaces a function that the engine resolves at run time; None: follow the function itself.
@@ -71,6 +60,7 @@ class Evaluator(ABC):
         self.table = table
         self.followed = followed
         self.hooks = hooks
+        self.uncertain = 0  # nested branches that may not be taken
 
     @abstractmethod
     def attribute(self, owner: Value, name: str) -> Values | None:
@@ -102,9 +92,7 @@ class Evaluator(ABC):
             case ast.Call():
                 return self._call(node, frame)
             case ast.IfExp():
-                verdict = self.truth(node.test, frame)
-                arms = [node.body] * (verdict is not False) + [node.orelse] * (verdict is not True)
-                return self._union(arms, frame)
+                return self._choice(node, frame)
             case ast.BoolOp():
                 return self._union(node.values, frame)
             case ast.NamedExpr():
@@ -144,6 +132,11 @@ class Evaluator(ABC):
                 values = self.evaluate(owner, frame)
                 answers = {self.has(v, name) if isinstance(v, Instance) else None for v in values}
                 return answers.pop() if len(answers) == 1 else None
+            case ast.Call(func=ast.Name("isinstance"), args=[owner, kinds]):
+                values, classes = self.evaluate(owner, frame), self.evaluate(kinds, frame)
+                classes |= elements(classes)
+                answers = {self._is_instance(v, classes) for v in values}
+                return answers.pop() if len(answers) == 1 else None
         return False if is_type_checking(test) else None
 
     def bind_loop(self, target: ast.expr, iterable: ast.expr, frame: Frame) -> None:
@@ -177,6 +170,25 @@ class Evaluator(ABC):
             if keyword.arg:
                 arguments[keyword.arg] = self.evaluate(keyword.value, frame)
         return arguments
+
+    def _choice(self, node: ast.IfExp, frame: Frame) -> Values:
+        verdict = self.truth(node.test, frame)
+        if verdict is not None:
+            return self.evaluate(node.body if verdict else node.orelse, frame)
+        self.uncertain += 1
+        values = self._union([node.body, node.orelse], frame)
+        self.uncertain -= 1
+        return values
+
+    def _is_instance(self, value: Value, classes: Values) -> bool | None:
+        if not isinstance(value, Instance):
+            return None
+        order = self.table.mro(value.cls)
+        if any(isinstance(c, ClassValue) and c.cls in order for c in classes):
+            return True
+        known = all(isinstance(c, ClassValue | Collection) for c in classes)
+        open_ended = any(e.reason for e in self.table.externals(value.cls))
+        return False if known and classes and not open_ended else None
 
     def _union(self, nodes: list[ast.expr] | list[ast.expr | None], frame: Frame) -> Values:
         return NOTHING.union(*(self.evaluate(n, frame) for n in nodes if n is not None))
@@ -320,13 +332,12 @@ class Evaluator(ABC):
     ) -> Values:
         members = self.attribute(owner, function.attr)
         if members is not None:
-            if isinstance(owner, Instance):
-                frame.trace.calls.append((owner, function.attr))
             return self._call_values(members, call, frame)
         if isinstance(owner, Instance) and self.has(owner, function.attr) is False:
             if function.attr in SELF_RETURNING:
                 return frozenset({owner})
-            missing = MissingCall(owner, function.attr, frame.module, function)
+            certain = not self.uncertain
+            missing = MissingCall(owner, function.attr, frame.module, function, certain)
             frame.trace.missing.append(missing)
         elif isinstance(owner, Instance):
             frame.trace.unfollowed.append(ast.unparse(function))
@@ -383,17 +394,3 @@ class Evaluator(ABC):
         for argument in [*call.args, *(k.value for k in call.keywords)]:
             if any(isinstance(v, Instance) for v in self.evaluate(argument, frame)):
                 frame.trace.unfollowed.append(f"{name}({ast.unparse(argument)})")
-
-
-def elements(values: Values) -> Values:
-    """What an element of the value may be; an element of an instance is a part of it."""
-    found: set[Value] = set()
-    for value in values:
-        match value:
-            case Collection():
-                found |= value.elements
-            case Instance():
-                found.add(Part(value))
-            case Part() | Unknown():
-                found.add(value)
-    return frozenset(found)

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from eyas.audit.classes import ClassTable, Found, Function, decorated
-from eyas.audit.evaluator import Arguments, Evaluator, Frame, Hook, Receiver
+from eyas.audit.evaluator import Arguments, Evaluator, Hook
 from eyas.audit.modules import Module, blocks
 from eyas.audit.values import (
     NOTHING,
     ClassValue,
+    Frame,
     FunctionValue,
     Instance,
     Part,
@@ -27,6 +28,7 @@ from eyas.audit.values import (
 )
 
 MAX_DEPTH = 12
+Receiver = Instance | ClassValue
 
 
 class Interpreter(Evaluator):
@@ -46,7 +48,6 @@ class Interpreter(Evaluator):
         self.pinned: dict[tuple[Instance, str], Values] = {}
         self._attributes: dict[Instance, dict[str, Values]] = {}
         self._initializing: set[Instance] = set()
-        self._uncertain = 0  # nested branches that may not be taken
         self._running: list[tuple[ast.AST, Value | None]] = []
 
     def attributes(self, instance: Instance) -> dict[str, Values]:
@@ -57,13 +58,14 @@ class Interpreter(Evaluator):
             method = self._bind(found, instance) if found else None
             if isinstance(method, FunctionValue):
                 self._initializing.add(instance)
-                outside, self._uncertain = self._uncertain, 0
+                outside, self.uncertain = self.uncertain, 0
                 self.run(method, dict(instance.arguments))
-                self._uncertain = outside
+                self.uncertain = outside
                 self._initializing.remove(instance)
         return self._attributes[instance]
 
     def attribute(self, owner: Value, name: str) -> Values | None:
+        """From `pinned`, what `__init__` set, the class, or any other method that sets it."""
         if isinstance(owner, SuperValue):
             cls = owner.receiver.cls
             found = self.table.find(cls, name, after=owner.owner)
@@ -85,6 +87,7 @@ class Interpreter(Evaluator):
         return frozenset({Part(owner)}) if self.table.find_store(owner.cls, name) else None
 
     def has(self, instance: Instance, name: str) -> bool | None:
+        """None where `__getattr__` or a base outside the tree decides."""
         if name in self.attributes(instance) or self.table.find(instance.cls, name):
             return True
         if self.table.find_store(instance.cls, name):
@@ -94,14 +97,16 @@ class Interpreter(Evaluator):
         return {"yes": True, "no": False, "unknown": None}[self.table.outside(instance.cls, name)]
 
     def write(self, frame: Frame, write: Write, values: Values) -> None:
+        """Adds the write to the trace, and to the attributes of what is being initialized."""
         frame.trace.writes.append(write)
         direct = not write.on_part and not write.in_place
         if direct and write.owner in self._initializing:
             known = self._attributes[write.owner]
-            before = known.get(write.attribute, NOTHING) if self._uncertain else NOTHING
+            before = known.get(write.attribute, NOTHING) if self.uncertain else NOTHING
             known[write.attribute] = before | values
 
     def constant(self, module: Module, expression: ast.expr) -> Values:
+        """Evaluates the expression in the module's own scope; a cycle has no value."""
         if (expression, None) in self._running or len(self._running) > MAX_DEPTH:
             return NOTHING
         self._running.append((expression, None))
@@ -119,6 +124,7 @@ class Interpreter(Evaluator):
         return None
 
     def run(self, function: FunctionValue, arguments: Arguments) -> Trace:
+        """Runs the body once; a recursive call is left out and noted as not followed."""
         key = (function.node, function.receiver)
         if key in self._running or len(self._running) > MAX_DEPTH:
             return Trace(unfollowed=[f"{function.node.name}(): too deep"])
@@ -168,7 +174,7 @@ class Interpreter(Evaluator):
                 frame.trace.returns |= self.evaluate(node.value, frame) if node.value else NOTHING
                 return True
             case ast.Raise():
-                frame.trace.raises = frame.trace.raises or node
+                frame.trace.raises = not frame.may_have_ended
                 return True
             case ast.If():
                 return self._branch(node, frame)
@@ -182,9 +188,15 @@ class Interpreter(Evaluator):
                     if isinstance(item.optional_vars, ast.Name):
                         self.assign(item.optional_vars, item.context_expr, frame)
                 return self._execute(node.body, frame)
-            case ast.While() | ast.Try() | ast.Match():
+            case ast.While() | ast.Match():
                 for block in blocks(node):
                     self._maybe(block, frame)
+            case ast.Try():
+                lacked = len(frame.trace.missing)
+                for block in blocks(node):
+                    self._maybe(block, frame)
+                if node.handlers:  # which may be there for just that
+                    del frame.trace.missing[lacked:]
         return False
 
     def _branch(self, node: ast.If, frame: Frame) -> bool:
@@ -203,10 +215,11 @@ class Interpreter(Evaluator):
     def _maybe(self, body: list[ast.stmt], frame: Frame) -> bool:
         """Runs statements that may not be reached: a `raise` in them is not certain."""
         before = frame.trace.raises
-        self._uncertain += 1
+        self.uncertain += 1
         ended = self._execute(body, frame)
-        self._uncertain -= 1
+        self.uncertain -= 1
         frame.trace.raises = before
+        frame.may_have_ended |= ended
         return ended
 
     @staticmethod

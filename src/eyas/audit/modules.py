@@ -67,10 +67,12 @@ class ClassDefinition:
 
     @property
     def name(self) -> str:
+        """The class's own name."""
         return self.node.name
 
     @property
     def location(self) -> str:
+        """File and line."""
         return f"{self.module.file}:{self.node.lineno}"
 
 

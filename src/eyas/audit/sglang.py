@@ -5,10 +5,9 @@ import re
 from typing import ClassVar
 
 from eyas.audit.engines import Engine, Export, calls_with
-from eyas.audit.evaluator import Frame, elements
 from eyas.audit.modules import ClassDefinition, Problem
 from eyas.audit.report import Member, Role
-from eyas.audit.values import ClassValue, Collection
+from eyas.audit.values import ClassValue, Collection, Frame, elements
 
 DRAFT_NAME = re.compile(r"Eagle|NextN|MTP|Medusa|DFlash|DSpark|Draft|Assistant")
 GENERATIVE_NAME = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel|ChatModel)$")

@@ -38,6 +38,8 @@ class FunctionValue:
 
 @dataclass(frozen=True)
 class ModuleValue:
+    """A module of the tree."""
+
     module: Module
 
 
@@ -105,6 +107,20 @@ def texts(values: Values) -> list[str]:
     return sorted(found)
 
 
+def elements(values: Values) -> Values:
+    """What an element of the value may be; an element of an instance is a part of it."""
+    found: set[Value] = set()
+    for value in values:
+        match value:
+            case Collection():
+                found |= value.elements
+            case Instance():
+                found.add(Part(value))
+            case Part() | Unknown():
+                found.add(value)
+    return frozenset(found)
+
+
 @dataclass(frozen=True)
 class Write:
     """An assignment to an attribute of an instance, or of a part of it (one of its layers).
@@ -122,6 +138,7 @@ class Write:
 
     @property
     def location(self) -> str:
+        """File and line."""
         return f"{self.module.file}:{getattr(self.node, 'lineno', 0)}"
 
 
@@ -133,9 +150,11 @@ class MissingCall:
     method: str
     module: Module
     node: ast.AST
+    certain: bool  # in no branch that may not be taken
 
     @property
     def location(self) -> str:
+        """File and line."""
         return f"{self.module.file}:{getattr(self.node, 'lineno', 0)}"
 
 
@@ -146,14 +165,24 @@ class Trace:
     returns: set[Value] = field(default_factory=set)
     writes: list[Write] = field(default_factory=list)
     missing: list[MissingCall] = field(default_factory=list)
-    calls: list[tuple[Instance, str]] = field(default_factory=list)  # methods entered
     unfollowed: list[str] = field(default_factory=list)  # effects out of the audit's sight
-    raises: ast.AST | None = None  # a `raise` that every run reaches
+    raises: bool = False  # every run ends in a `raise`
 
     def absorb(self, inner: "Trace") -> None:
         """Adds the effects (not the results) of a function that was called."""
         self.writes += inner.writes
         self.missing += inner.missing
-        self.calls += inner.calls
         self.unfollowed += inner.unfollowed
         self.raises = self.raises or inner.raises
+
+
+@dataclass
+class Frame:
+    """A running function: its module, the variables, and what it has done so far."""
+
+    module: Module
+    owner: ClassDefinition | None = None
+    receiver: Instance | ClassValue | None = None
+    variables: dict[str, Values] = field(default_factory=dict)
+    trace: Trace = field(default_factory=Trace)
+    may_have_ended: bool = False  # a branch that may be taken returns or raises

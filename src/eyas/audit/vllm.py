@@ -45,6 +45,8 @@ class VLLM(Engine):
                     name, meaning = node.name, (ast.get_docstring(node) or "").split("\n")[0]
                 else:
                     continue
+                if name.startswith("_"):
+                    continue
                 members[name] = Member(
                     name,
                     "required",

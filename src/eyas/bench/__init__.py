@@ -1,0 +1,1 @@
+"""Benchmarks: contenders run in turns on the same prompts, with their outputs compared."""

@@ -1,0 +1,90 @@
+"""`eyas bench`: measured speed, with the outputs checked."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from eyas.cli.errors import EXIT_FINDINGS
+from eyas.cli.flags import engine_flags, parse_integers
+from eyas.cli.progress import ProgressBars
+from eyas.config import EngineConfig
+from eyas.types import EyasError
+
+bench_app = typer.Typer(no_args_is_help=True, help="Measure speed, with the outputs checked.")
+
+
+@bench_app.command()
+@engine_flags(without=("max_batch_size",))
+def offline(
+    *,
+    config: EngineConfig,
+    batch: Annotated[
+        Any,
+        typer.Option(
+            parser=functools.partial(parse_integers, "--batch"),
+            metavar="INT,INT,...",
+            help="Requests at once, one table each.",
+        ),
+    ] = (1,),
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Length of every prompt (default 128; with --prompts, each prompt's own)."
+        ),
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens generated, exactly.")] = 128,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help='JSONL with {"prompt": ...} or {"messages": [...]} a line.'),
+    ] = None,
+    random_prompts: Annotated[
+        bool, typer.Option("--random-prompts", help="Random tokens; not with a draft.")
+    ] = False,
+    num_prompts: Annotated[
+        int | None, typer.Option(help="Prompts a run, in batches (default: one batch).")
+    ] = None,
+    against: Annotated[
+        Literal["transformers"] | None,
+        typer.Option(help="Another engine in the same process, dtype and threads."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Timed runs of each contender.")] = 7,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of all contenders.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there.")
+    ] = None,
+) -> int:
+    """Time Eyas, with and without a draft, and compare what it says.
+
+    Exits with 2 when outputs differ that must be the same (greedy, in float32).
+    """
+    with ProgressBars() as bars:
+        from eyas.bench import report  # heavy: torch
+        from eyas.bench.offline import OfflineSettings, run_offline
+
+        settings = OfflineSettings(
+            engine=config,
+            batch_sizes=batch,
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            prompts_file=prompts,
+            random_prompts=random_prompts,
+            num_prompts=num_prompts,
+            against_transformers=against is not None,
+            repeats=repeats,
+            threads=threads,
+        )
+        result = run_offline(settings, progress=bars, on_run=bars.counter("running"))
+    report.render(result, Console(highlight=False))
+    if json_file is not None:
+        try:
+            json_file.write_text(report.to_json(result, command=shlex.join(sys.argv)))
+        except OSError as error:
+            raise EyasError(f"--json {json_file} cannot be written: {error}") from None
+    return 0 if result.ok else EXIT_FINDINGS

@@ -1,0 +1,148 @@
+"""`eyas demo` and `eyas generate`: text in, text out, in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from eyas.bench.timing import Rates, TokenClock
+from eyas.cli.flags import engine_flags
+from eyas.cli.progress import ProgressBars
+from eyas.config import EngineConfig
+from eyas.types import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from eyas.engine.llm import LLM
+
+DEMO_MODEL = "smollm2-135m"
+DEMO_PROMPT = "Why do young falcons need to be taught to hunt?"
+
+MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="New tokens at most.")]
+Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", help="Makes sampled text repeatable, with or without a draft."),
+]
+
+
+def demo(
+    *,
+    prompt: Annotated[str, typer.Option("--prompt", help="What to ask.")] = DEMO_PROMPT,
+    max_tokens: MaxTokens = 200,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    draft: Annotated[
+        str | None, typer.Option("--draft", help="EAGLE-3 draft: a local folder or a hub id.")
+    ] = None,
+) -> None:
+    """Let the embedded model, smollm2-135m, answer a prompt."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    llm = load(EngineConfig(model=DEMO_MODEL, draft=draft, max_batch_size=1))
+    console = Console(stderr=True, highlight=False)
+    console.print(Text(f"> {prompt}", "bold"), soft_wrap=True)
+    stream(llm, llm.tokenizer.render_chat([{"role": "user", "content": prompt}]), params)
+    command = f"eyas serve {DEMO_MODEL}" + (f" --draft {draft}" if draft else "")
+    console.print(Text(f"Next: `{command}` serves it over an OpenAI-compatible API."))
+
+
+@engine_flags()
+def generate(
+    *,
+    config: EngineConfig,
+    prompt: Annotated[
+        list[str], typer.Option("--prompt", help="Repeat it for a batch of several.")
+    ],
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Whether the prompt is a user's message under the chat template, or text to "
+            "continue; default: a message where the model has a template.",
+        ),
+    ] = None,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    stop_token_id: Annotated[
+        list[int] | None,
+        typer.Option("--stop-token-id", help="Another token to stop at; may be repeated."),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Go on after the model's own end tokens.")
+    ] = False,
+) -> None:
+    """Generate text from one or several prompts."""
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        stop_token_ids=tuple(stop_token_id or ()),
+        ignore_eos=ignore_eos,
+    )
+    llm = load(config)
+    use_chat = llm.tokenizer.has_chat_template if chat is None else chat
+    token_ids = [
+        llm.tokenizer.render_chat([{"role": "user", "content": text}])
+        if use_chat
+        else llm.tokenizer.encode(text)
+        for text in prompt
+    ]
+    if len(prompt) == 1:
+        stream(llm, token_ids[0], params)
+        return
+    for text, output in zip(prompt, llm.generate(token_ids, params), strict=True):
+        print(f"> {text}\n{output.text}\n")
+        _print_stats(describe_output(output))
+
+
+def load(config: EngineConfig) -> LLM:
+    """The model, with progress bars; raises what eyas.LLM raises."""
+    with ProgressBars() as bars:
+        # Heavy: torch. Under the bars, so that something is on the screen meanwhile.
+        from eyas.engine.llm import LLM
+
+        values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+        return LLM(**values, progress=bars)
+
+
+def stream(llm: LLM, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    """Print an answer as it comes, then how fast it came (on stderr)."""
+    clock = TokenClock()
+    last: Any = None
+    for text, last in llm.stream(prompt_token_ids, params):
+        clock.add(len(last.new_token_ids))
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    drafts = llm.report.draft is not None
+    _print_stats(describe_speed(clock.rates(), (last.num_rounds, last.num_round_tokens), drafts))
+
+
+def describe_speed(rates: Rates, rounds: tuple[int, int], drafts: bool) -> str:
+    """One line. rounds: target forwards after the prompt, and tokens that they emitted."""
+    speed = rates.decode_tokens_per_second
+    parts = [f"{rates.num_tokens} tokens"]
+    if speed is not None:
+        parts.append(f"{speed:.1f} tok/s")
+    parts.append(f"first token after {rates.first_token_seconds:.2f} s")
+    if drafts and rounds[0]:
+        parts.append(f"{rounds[1] / rounds[0]:.2f} tokens per target forward")
+    return ", ".join(parts)
+
+
+def describe_output(output: RequestOutput) -> str:
+    """One line on an answer of a batch."""
+    text = f"{len(output.token_ids)} tokens, finished by {output.finish_reason.value}"
+    if output.num_rounds and output.num_round_tokens > output.num_rounds:
+        text += f", {output.acceptance_length:.2f} tokens per target forward"
+    return text
+
+
+def _print_stats(text: str) -> None:
+    Console(stderr=True, highlight=False).print(Text(text, "dim"), soft_wrap=True)

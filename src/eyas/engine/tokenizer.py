@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from eyas.types import EyasError
 
 _REPLACEMENT = "\ufffd"
+_MAX_UNFINISHED = 3  # bytes of a character whose last byte is missing
+_TEMPLATE_INPUTS = {"messages", "self"}  # beside the parameters of apply_chat_template
+_MAX_HELD = 16  # tokens; more than that are no unfinished character but a run of wrong bytes
 
 
 class Tokenizer:
@@ -46,44 +50,97 @@ class Tokenizer:
         return text
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], **template_settings: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_settings: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of messages under the chat template, ready for the assistant's answer.
 
-        Raises EyasError if there is no template or it refuses the messages.
+        template_settings: more variables for the template (such as enable_thinking). Raises
+        EyasError if there is no template, it refuses the messages, or a setting is no template
+        variable but one of ours.
         """
         if not self.has_chat_template:
             raise EyasError("this model has no chat template: use a plain prompt (completions)")
-        from jinja2.exceptions import TemplateError
-
+        settings = dict(template_settings or {})
+        parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters
+        for name in settings:
+            if name in parameters or name in _TEMPLATE_INPUTS:
+                raise EyasError(f"chat_template_kwargs may not set {name!r}")
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **template_settings
+                list(messages), tokenize=False, add_generation_prompt=True, **settings
             )
-        except (TemplateError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # a template can fail in any way on what it was not made for
             raise EyasError(f"the chat template refused the messages: {error}") from error
         return self.encode(text, add_special_tokens=False)
+
+
+class Decoder(Protocol):
+    """What a Detokenizer needs of a tokenizer."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, without special tokens; U+FFFD for bytes that are no character."""
 
 
 class Detokenizer:
     """Decodes a growing token list; holds back bytes that are not a whole character yet.
 
-    The text of a token depends on its neighbours (spaces, byte tokens), so each piece is the
-    difference of two decodings that start at a place where the text is settled.
+    The text of a token depends on its neighbours (spaces, byte tokens), so each piece is what
+    tokens add to the text of some already shown tokens before them. The whole text is a function
+    of the token list alone: it does not depend on how the list was cut into calls.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._token_ids: list[int] = []
-        self._settled = 0  # decoding starts here
-        self._shown = 0  # tokens whose text was returned
+    def __init__(self, tokenizer: Decoder) -> None:
+        self._decode = tokenizer.decode
+        self._window: list[int] = []  # shown tokens for context, then held ones
+        self._num_shown = 0  # the window's first tokens, whose text was returned
+        self._shown_text = ""  # their text
 
     def add(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
         """New text; with is_last also what was held back (an unfinished character as U+FFFD)."""
-        self._token_ids += token_ids
-        before = self._tokenizer.decode(self._token_ids[self._settled : self._shown])
-        text = self._tokenizer.decode(self._token_ids[self._settled :])
-        if not is_last and text.endswith(_REPLACEMENT):
+        whole = [*self._window, *token_ids]
+        text = self._decode(whole)
+        if _REPLACEMENT not in text:
+            self._window = whole
+            return self._show(len(whole), text)
+        pieces = [self._add_one(token) for token in token_ids]
+        if is_last and self._num_shown < len(self._window):
+            pieces.append(self._show(len(self._window), self._decode(self._window)))
+        return "".join(pieces)
+
+    def _add_one(self, token: int) -> str:
+        self._window.append(token)
+        text = self._decode(self._window)
+        if not text.endswith(_REPLACEMENT):
+            return self._show(len(self._window), text)
+        if len(self._window) - self._num_shown < _MAX_HELD:
             return ""
-        self._settled, self._shown = self._shown, len(self._token_ids)
-        return text[len(before) :]
+        end = self._settled_end(text)
+        return self._show(end, self._decode(self._window[:end]))
+
+    def _settled_end(self, text: str) -> int:
+        """Where to cut a long run of held tokens that still ends in U+FFFD.
+
+        An unfinished character has at most three bytes and so is within the last three tokens.
+        Before them, a cut is right where both sides decode to the same as the whole.
+        """
+        for end in range(len(self._window) - _MAX_UNFINISHED, self._num_shown, -1):
+            if self._decode(self._window[:end]) + self._decode(self._window[end:]) == text:
+                return end
+        return len(self._window)
+
+    def _show(self, end: int, text: str) -> str:
+        """Return what the window's tokens up to `end`, whose text is `text`, add to the shown."""
+        if text.startswith(self._shown_text):
+            piece = text[len(self._shown_text) :]
+        else:  # some decoders spoil a whole run of byte tokens for one bad byte in it
+            piece = self._decode(self._window[self._num_shown : end])
+        if piece:
+            # The new tokens are the next ones' context. Tokens without text (special ones) would
+            # not do: decoders which strip the first space would strip it again after them.
+            self._window = self._window[self._num_shown :]
+            end -= self._num_shown
+            text = self._decode(self._window[:end])
+        self._num_shown, self._shown_text = end, text
+        return piece

@@ -1,0 +1,68 @@
+"""Errors in the shape that OpenAI clients understand, for every way in which a request can fail."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from eyas.engine.async_engine import EngineDeadError
+from eyas.types import EyasError
+
+logger = logging.getLogger(__name__)
+
+
+class ApiError(Exception):
+    """A request that is answered by an HTTP error. param: the field at fault; code: for scripts."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object that clients get."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Any exception as what its client is told; our own mistakes are logged, not shown."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EyasError):
+        return ApiError(400, str(error), code="invalid_value")
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, f"the engine has ended: {error}", code="engine_dead")
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, "internal server error: the server's log says more", code="internal")
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """The response to a request that failed before its first byte."""
+    api_error = as_api_error(error)
+    return JSONResponse(api_error.body(), api_error.status)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer every failure, routing included, in the same shape."""
+
+    def on_error(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, HTTPException):  # no such route or method
+            text = f"{error.detail}: {request.method} {request.url.path}"
+            error = ApiError(error.status_code, text)
+        return error_response(error)
+
+    for kind in (ApiError, EyasError, EngineDeadError, HTTPException, Exception):
+        app.add_exception_handler(kind, on_error)

@@ -1,0 +1,106 @@
+"""The objects that clients get: whole answers and the chunks of streams, for both endpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from typing import Any
+
+from eyas.server.service import Generation, Piece
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCard:
+    """What is served. created: Unix time; fingerprint: the same as long as answers are."""
+
+    name: str
+    created: int
+    fingerprint: str
+
+
+class ChatFormat:
+    """/v1/chat/completions."""
+
+    id_prefix, whole, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        """A choice of a whole answer."""
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        return _choice(piece.index, piece.finish_reason, message=message)
+
+    def start(self, index: int) -> dict[str, Any] | None:
+        """What opens a choice in a stream."""
+        return _choice(index, None, delta={"role": "assistant", "content": ""})
+
+    def text(self, piece: Piece) -> dict[str, Any]:
+        """More text of a choice in a stream."""
+        return _choice(piece.index, None, delta={"content": piece.text})
+
+    def finish(self, piece: Piece) -> dict[str, Any]:
+        """What closes a choice in a stream."""
+        return _choice(piece.index, piece.finish_reason, delta={})
+
+
+class CompletionFormat:
+    """/v1/completions."""
+
+    id_prefix, whole, chunk = "cmpl-", "text_completion", "text_completion"
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        """A choice of a whole answer."""
+        return _choice(piece.index, piece.finish_reason, text=piece.text)
+
+    def start(self, index: int) -> dict[str, Any] | None:
+        """Nothing opens a choice in a stream."""
+        return None
+
+    def text(self, piece: Piece) -> dict[str, Any]:
+        """More text of a choice in a stream."""
+        return _choice(piece.index, None, text=piece.text)
+
+    def finish(self, piece: Piece) -> dict[str, Any]:
+        """What closes a choice in a stream."""
+        return _choice(piece.index, piece.finish_reason, text="")
+
+
+Format = ChatFormat | CompletionFormat
+
+
+class Envelope:
+    """What all chunks of one answer have in common."""
+
+    def __init__(self, answer: Format, model: ModelCard) -> None:
+        self.answer = answer
+        self._common = {
+            "id": answer.id_prefix + uuid.uuid4().hex,
+            "created": int(time.time()),
+            "model": model.name,
+            "system_fingerprint": model.fingerprint,
+        }
+
+    def whole(self, pieces: list[Piece], generation: Generation) -> dict[str, Any]:
+        """The answer in one object."""
+        choices = [self.answer.choice(piece) for piece in pieces]
+        return self._object(self.answer.whole, choices) | {"usage": usage(generation)}
+
+    def chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        """A chunk of a stream."""
+        return self._object(self.answer.chunk, list(choices))
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._common, "object": kind, "choices": choices}
+
+
+def usage(generation: Generation) -> dict[str, int]:
+    """Tokens so far."""
+    prompt, completion = generation.num_prompt_tokens, generation.num_completion_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
+
+
+def _choice(index: int, finish_reason: str | None, **content: Any) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}

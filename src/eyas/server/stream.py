@@ -1,0 +1,75 @@
+"""Answers as server-sent events, and what becomes of them when the client or the engine leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from eyas.server.errors import as_api_error
+from eyas.server.formats import Envelope, usage
+from eyas.server.service import Generation
+from eyas.server.transport import ClientGoneError, unless_client_leaves
+
+_DONE = b"data: [DONE]\n\n"
+
+
+def sse(data: dict[str, Any]) -> bytes:
+    """One event. Non-ASCII text is escaped: some clients take U+2028 or U+0085 for a line's end."""
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def events(
+    generation: Generation, envelope: Envelope, *, include_usage: bool
+) -> AsyncIterator[bytes]:
+    """The events of a streamed answer. A failure is an error event, after which nothing comes."""
+    no_usage = {"usage": None} if include_usage else {}
+    try:
+        async with aclosing(_chunks(generation, envelope)) as chunks:
+            async for chunk in chunks:
+                yield sse(chunk | no_usage)
+    except Exception as error:
+        yield sse(as_api_error(error).body())
+        return
+    if include_usage:
+        yield sse(envelope.chunk() | {"usage": usage(generation)})
+    yield _DONE
+
+
+async def _chunks(
+    generation: Generation, envelope: Envelope
+) -> AsyncGenerator[dict[str, Any], None]:
+    answer = envelope.answer
+    started = set()
+    async with aclosing(generation.pieces()) as pieces:
+        async for piece in pieces:
+            if piece.index not in started:
+                started.add(piece.index)
+                if (start := answer.start(piece.index)) is not None:
+                    yield envelope.chunk(start)
+            if piece.text:
+                yield envelope.chunk(answer.text(piece))
+            if piece.finish_reason is not None:
+                yield envelope.chunk(answer.finish(piece))
+
+
+class EventStream(StreamingResponse):
+    """Sends events until they end or the client leaves, which aborts the generation at once."""
+
+    def __init__(self, generation: Generation, content: AsyncIterator[bytes]) -> None:
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(content, media_type="text/event-stream", headers=headers)
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response; starlette's own notices a client that left only when it sends."""
+        try:
+            await unless_client_leaves(receive, self.stream_response(send))
+        except ClientGoneError:
+            pass
+        finally:
+            self._generation.close()

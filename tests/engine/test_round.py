@@ -10,6 +10,7 @@ import pytest
 from fixtures.tiny import (
     VOCAB,
     Generated,
+    count_preemptions,
     make_engine,
     run,
     scripted,
@@ -21,7 +22,6 @@ from fixtures.world import NUM_NEW, World, top2_gap, world
 
 from eyas.config import PLAIN, TreeShape
 from eyas.contract.draft import Draft
-from eyas.engine.engine import Engine
 from eyas.types import FinishReason, SamplingParams
 
 CHAIN, TREE = TreeShape(3, 1, 4), TreeShape(4, 3, 12)
@@ -191,24 +191,9 @@ def test_prefill_chunks_change_nothing(w: World, chunk_tokens: int, tree: TreeSh
     assert [r.rounds for r in results] == usual_rounds(tree, num_new)
 
 
-def count_preemptions(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    victims: list[str] = []
-    preempt = engine.scheduler.preempt
-
-    def counted() -> object:
-        victim = preempt()
-        victims.append(victim.request_id)
-        return victim
-
-    monkeypatch.setattr(engine.scheduler, "preempt", counted)
-    return victims
-
-
 @pytest.mark.parametrize("run_ahead", [0, 1])
 @pytest.mark.parametrize("kind", ["plain", "chain", "tree", "perfect"])
-def test_preemption_changes_nothing(
-    w: World, kind: str, run_ahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_preemption_changes_nothing(w: World, kind: str, run_ahead: int) -> None:
     drafts: dict[str, tuple[Draft | None, TreeShape]] = {
         "plain": (None, PLAIN),
         "chain": (w.draft, CHAIN),
@@ -219,7 +204,7 @@ def test_preemption_changes_nothing(
     # 18 pages of 16 for up to eight requests of up to 12 pages each.
     shape = worker_shape(tree, num_pages=20)
     engine = make_engine(w.target, draft, shape, run_ahead=run_ahead)
-    victims = count_preemptions(engine, monkeypatch)
+    victims = count_preemptions(engine)
     num_new = 75
     results = run(engine, w.prompts, w.limited(num_new))
     assert outputs(results) == [answer[:num_new] for answer in w.plain]

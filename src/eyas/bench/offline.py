@@ -159,7 +159,7 @@ class _Bench:
         if config.draft is not None:
             tree = config.tree_shape()
             shape = f"chain of {tree.depth}" if tree.is_chain else f"tree of {tree.num_nodes}"
-            name = f"eyas + draft, {shape}"
+            name = f"eyas + {shape}"
             self.contenders.append(EyasContender(_load(config, progress), name=name, drafts=True))
         pool = plain.engine.worker.target_pool
         self.dtype, self.device = pool.k_LRKD.dtype, pool.k_LRKD.device

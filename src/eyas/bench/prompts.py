@@ -28,16 +28,22 @@ class ChatTokenizer(Protocol):
         """Token ids of messages, ready for the answer."""
 
 
-# Tasks whose answers are long and varied enough not to fall into a loop at once. Longer prompts
-# take several of them.
+# Tasks with long, varied answers, first those in whose answers even a tiny model does not soon
+# repeat itself. Longer prompts take several of them.
 BUILT_IN = (
-    "My grandmother kept bees for forty years in a village near the coast, and she left me six "
-    "hives, a smoker, two veils and a notebook with remarks about the weather, the lime trees and "
-    "the temper of each colony. I have never opened a hive. It is early spring, the nights are "
-    "still cold, and on warm afternoons I can see foragers coming home with yellow pollen. One of "
-    "the hives is silent. Write me a letter of advice: what to look at first, what to leave alone "
-    "until May, how to tell whether the silent hive is dead or only weak, which tools I should buy "
-    "new, and how to approach the neighbours, who are afraid of being stung. Be concrete and kind.",
+    "I teach the violin to beginners of all ages and have noticed that adults give up after about "
+    "five months, while children who stay for half a year usually stay for years. Help me to think "
+    "about the reasons: time, hands, taste, shame, the price of lessons, the sound in a small flat "
+    "at nine in the evening. For each reason propose something that I could change in the first "
+    "twenty lessons, how I would see after a term whether it helped, and what it would cost me. "
+    "Then sketch one lesson of forty-five minutes in the fourth month, minute by minute.",
+    "A colleague claims that the price of bread in our town has risen because the mill by the "
+    "river closed. I think that energy, wages and the bad harvest two years ago matter more. Lay "
+    "out both arguments fairly. List the figures that one would need to decide between them, where "
+    "a citizen could find such figures, which of them are likely to mislead, and how long the "
+    "delay between a cause and its effect on the shelf may be. Finish with the way in which you "
+    "would present the result at a public meeting of thirty people, some of whom have worked at "
+    "the mill, without boring anyone and without hurting anyone.",
     "We run a small library with nine thousand books, two part-time employees and an old catalogue "
     "program that prints labels but cannot search by subject. The town has given us money for one "
     "year to replace it. Some of the volunteers want a hosted service, others want something that "
@@ -51,20 +57,6 @@ BUILT_IN = (
     "formulas, but do use numbers where they help, such as how many wires a main cable has and how "
     "far the towers lean. At the end suggest an experiment with string, two chairs and a few books "
     "that shows where the load goes, and three questions to think about on the way to school.",
-    "Write a Python module that reads a log file of a web server, groups the requests by hour and "
-    "path, and prints the ten slowest groups with the number of requests and the median and the "
-    "ninety-fifth percentile of the response time. Lines that cannot be parsed must be counted and "
-    "not lost; the file may be compressed, and it may be larger than memory. Explain each decision "
-    "before the code: which data structure holds the times, how the percentile is found, what "
-    "happens with a request that crosses midnight, and how you would test the parser. Then give "
-    "the code with type hints and a short command line, and after it two unit tests.",
-    "A colleague claims that the price of bread in our town has risen because the mill by the "
-    "river closed. I think that energy, wages and the bad harvest two years ago matter more. Lay "
-    "out both arguments fairly. List the figures that one would need to decide between them, where "
-    "a citizen could find such figures, which of them are likely to mislead, and how long the "
-    "delay between a cause and its effect on the shelf may be. Finish with the way in which you "
-    "would present the result at a public meeting of thirty people, some of whom have worked at "
-    "the mill, without boring anyone and without hurting anyone.",
     "Plan a walking holiday of eight days for three friends in their sixties: one has a bad knee, "
     "one paints, and one wants to see old railways. They like simple inns, local cheese and being "
     "out of the sun between noon and three. Choose a region that you know something about, give a "
@@ -77,12 +69,20 @@ BUILT_IN = (
     "runs backwards. Let the story be about patience and not about magic, let the weather matter, "
     "and give the keeper a sister on the mainland who writes letters that are too short. Keep the "
     "sentences plain. The ending should answer one question and leave another one open.",
-    "I teach the violin to beginners of all ages and have noticed that adults give up after about "
-    "five months, while children who stay for half a year usually stay for years. Help me to think "
-    "about the reasons: time, hands, taste, shame, the price of lessons, the sound in a small flat "
-    "at nine in the evening. For each reason propose something that I could change in the first "
-    "twenty lessons, how I would see after a term whether it helped, and what it would cost me. "
-    "Then sketch one lesson of forty-five minutes in the fourth month, minute by minute.",
+    "Write a Python module that reads a log file of a web server, groups the requests by hour and "
+    "path, and prints the ten slowest groups with the number of requests and the median and the "
+    "ninety-fifth percentile of the response time. Lines that cannot be parsed must be counted and "
+    "not lost; the file may be compressed, and it may be larger than memory. Explain each decision "
+    "before the code: which data structure holds the times, how the percentile is found, what "
+    "happens with a request that crosses midnight, and how you would test the parser. Then give "
+    "the code with type hints and a short command line, and after it two unit tests.",
+    "My grandmother kept bees for forty years in a village near the coast, and she left me six "
+    "hives, a smoker, two veils and a notebook with remarks about the weather, the lime trees and "
+    "the temper of each colony. I have never opened a hive. It is early spring, the nights are "
+    "still cold, and on warm afternoons I can see foragers coming home with yellow pollen. One of "
+    "the hives is silent. Write me a letter of advice: what to look at first, what to leave alone "
+    "until May, how to tell whether the silent hive is dead or only weak, which tools I should buy "
+    "new, and how to approach the neighbours, who are afraid of being stung. Be concrete and kind.",
 )
 
 

@@ -70,16 +70,18 @@ def _render_batch(batch: BatchResult, result: OfflineResult, console: Console) -
     from rich.text import Text
 
     title = f"batch {batch.batch_size}"
-    table = Table(title=title, title_justify="left", title_style="bold")
-    columns = ("", "decode tok/s", "with prefill", "first token", f"× {result.baseline}")
-    for column in (*columns, "tokens/forward", "of ceiling"):
-        table.add_column(column, justify="right" if column else "left")
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0)
+    )
+    columns = ("decode\ntok/s", "with\nprefill", f"times\n{result.baseline}")
+    table.add_column(no_wrap=True)
+    for column in (*columns, "tokens/\nforward", "of\nceiling"):
+        table.add_column(column, justify="right")
     for one in batch.results:
         table.add_row(
             one.contender,
             _spread(one.decode),
-            _spread(one.whole),
-            f"{one.first_token_seconds.median * 1000:.0f} ms",
+            _number(one.whole.median),
             _spread(one.ratio, digits=2) if one.ratio else "1",
             _acceptance(one.acceptance),
             f"{one.ceiling_share:.0%}",
@@ -131,9 +133,14 @@ def _acceptance(acceptance: Acceptance | None) -> str:
 
 
 def _spread(spread: Spread, *, digits: int = 1) -> str:
-    numbers = (spread.median, spread.least, spread.most)
-    median, least, most = (f"{number:.{digits}f}" for number in numbers)
+    median, least, most = (
+        _number(number, digits) for number in (spread.median, spread.least, spread.most)
+    )
     return f"{median} ({least}-{most})"
+
+
+def _number(value: float, digits: int = 1) -> str:
+    return f"{value:.{digits}f}" if value < 100 else f"{value:.0f}"
 
 
 def _gib(bytes_per_second: float) -> str:

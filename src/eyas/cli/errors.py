@@ -30,13 +30,15 @@ class EyasGroup(TyperGroup):
         prog_name: str | None = None,
         complete_var: str | None = None,
         standalone_mode: bool = True,
+        windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
         """Run a command line; a command returns its exit code, None meaning 0."""
+        passed = (args, prog_name, complete_var, False, windows_expand_args)
         if not standalone_mode:
-            return super().main(args, prog_name, complete_var, False, **extra)
+            return super().main(*passed, **extra)
         try:
-            code = super().main(args, prog_name, complete_var, False, **extra)
+            code = super().main(*passed, **extra)
         except UsageError as error:
             code = _report_usage(error)
         except CheckError as error:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from eyas.engine.llm import LLM
 
 DEMO_MODEL = "smollm2-135m"
-DEMO_PROMPT = "Why do young falcons need to be taught to hunt?"
+DEMO_PROMPT = "Explain in three sentences how a falcon hunts."
 
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="New tokens at most.")]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]

@@ -97,6 +97,10 @@ class Super(LlamaModel):
     def forward(self, hidden): return super().forward(hidden)
 class Helped(LlamaModel):
     def forward(self, hidden): return run_layers(self, hidden)
+class Vended(LlamaModel):
+    def forward(self, hidden): return vendor.run_layers(self, hidden)
+class Batched(LlamaModel):
+    def forward(self, hidden): return batching.run_layers(hidden, decoder=self)
 def run_layers(decoder, hidden):
     return [hidden for i in decoder.layers_to_capture]
 """
@@ -110,6 +114,8 @@ def run_layers(decoder, hidden):
         ("self.model.layers_to_capture = layer_ids", "Overridden", "captures nothing"),
         ("self.model.layers_to_capture = layer_ids", "Super", "captures"),
         ("self.model.layers_to_capture = layer_ids", "Helped", "captures"),
+        ("self.model.layers_to_capture = layer_ids", "Vended", "not followed"),
+        ("self.model.layers_to_capture = layer_ids", "Batched", "captures"),
         ("for i in layer_ids: self.model.layers[i].captures = True", "Half", "captures"),
         (
             "for i, one in enumerate(self.model.layers): one.captures = i in layer_ids",
@@ -121,8 +127,13 @@ def run_layers(decoder, hidden):
         ("self.model.layers_to_capture = layer_ids", "vendor.Model", "not followed"),
     ],
 )
-def test_what_forward_reads(audited, setter, inner, verdict):
-    source = model(setter, inner=inner, extra=f"import vendor\n{UNREACHED}")
+def test_what_forward_reads(audited, tmp_path, setter, inner, verdict):
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang/batching.py").write_text(
+        "def run_layers(hidden, *, decoder):\n    return decoder.layers_to_capture\n"
+    )
+    imports = "import vendor\nfrom sglang import batching"
+    source = model(setter, inner=inner, extra=f"{imports}\n{UNREACHED}")
     assert audited(source).verdicts("TestedForCausalLM", SET).popitem()[1] == verdict
 
 

@@ -4,6 +4,7 @@ import io
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from eyas.audit import AuditError, AuditReport, explain, render_table
 
@@ -31,15 +32,15 @@ EntryClass = [
 """
 
 
-def shown(report: AuditReport) -> str:
+def shown(report: AuditReport, *, width: int = 60, terminal: bool = False) -> str:
     out = io.StringIO()
-    render_table(report, Console(file=out, width=60))
+    render_table(report, Console(file=out, width=width, force_terminal=terminal, no_color=True))
     return out.getvalue()
 
 
 def test_the_table(audited):
     text = shown(audited(SOURCE).report)
-    rows = [line.split() for line in text.splitlines()]
+    rows = [line.split(maxsplit=1) for line in text.splitlines()]
     names = [row[0] for row in rows if row and row[0].endswith(("CausalLM", "Generation"))]
     assert names == [
         "DeadForCausalLM",
@@ -47,13 +48,16 @@ def test_the_table(audited):
         "DynamicForConditionalGeneration",
         "NothingForCausalLM",
     ]
-    by_name = {row[0]: " ".join(row[1:]) for row in rows if row}
-    assert by_name["DeadForCausalLM"] == "- yes captures nothing get_input_embeddings"
-    assert by_name["WrappingForConditionalGeneration"].startswith(
-        "language_model: LlamaForCausalLM missing, inner has it missing, inner has it "
-        "set_embed_and_head,"
+    by_name = {row[0]: " ".join(row[-1].split()) for row in rows if row}
+    assert by_name["DeadForCausalLM"] == "yes captures nothing get_input_embeddings"
+    assert by_name["WrappingForConditionalGeneration"] == (
+        "inner model only inner model only set_embed_and_head, get_input_embeddings"
     )
-    assert "dynamic dynamic" in by_name["DynamicForConditionalGeneration"]
+    assert by_name["DynamicForConditionalGeneration"] == "dynamic dynamic -"
+    assert by_name["language_model:"] == "LlamaForCausalLM"
+    assert (
+        "  DeadForCausalLM: set_eagle3_layers_to_capture captures nothing over PlainModel: " in text
+    )
     assert "Without any of the interface, in an inner model either (1):" in text
     assert "        return self.language_model.get_embed_and_head()" in text
     assert "return self.language_model.set_embed_and_head(" not in text
@@ -61,6 +65,14 @@ def test_the_table(audited):
         "sglang (version unknown): 6 exported classes, 5 of them generation models: "
         "1 complete, 1 undecided, 3 with findings (5 findings)." in text
     )
+
+
+def test_the_table_fits_a_narrow_terminal(audited):
+    text = shown(audited(SOURCE).report, width=80, terminal=True)
+    lines = Text.from_ansi(text).plain.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "WrappingForConditionalGeneration " in text
+    assert "optional methods missing" not in text
 
 
 def test_files_that_cannot_be_read_are_listed(audited):

@@ -5,7 +5,10 @@ from that model's `forward` reads.
 """
 
 import ast
+import builtins
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from eyas.audit.classes import ClassTable, Function
 from eyas.audit.engines import Engine
@@ -14,63 +17,81 @@ from eyas.audit.report import Effect, InnerModel, Member, Verdict
 from eyas.audit.values import Instance, Trace, Write
 
 
+@dataclass
+class Seen:
+    """What the code that a class's `forward` reaches reads: name → file and line."""
+
+    names: dict[str, str] = field(default_factory=dict)
+    complete: bool = True  # False: the object is handed to code that is not in the tree
+
+
+@dataclass(frozen=True)
+class _Code:
+    """A function that is reached, as a method of a class or on its own."""
+
+    module: Module
+    owner: ClassDefinition | None
+    node: Function
+
+
 class Reads:
     """Attribute names that a class reads in the code that its `forward` reaches."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.table: ClassTable = engine.table
-        self._known: dict[ClassDefinition, dict[str, str] | None] = {}
+        self._known: dict[ClassDefinition, Seen] = {}
 
-    def of(self, cls: ClassDefinition) -> dict[str, str] | None:
-        """Name → where it is read; None where the class's forward is not in the tree."""
+    def of(self, cls: ClassDefinition) -> Seen:
+        """What is read; nothing, and not complete, where the forward is not in the tree."""
         if cls not in self._known:
             roots = [n for c in self.table.mro(cls) for n in self.table.members(c) if _is_root(n)]
-            reached = [f for n in dict.fromkeys(roots) if (f := self.table.find(cls, n))]
-            functions = [(f.owner, f.node) for f in reached if isinstance(f.node, Function)]
-            known = functions or self.table.outside(cls, "forward") == "no"
-            self._known[cls] = self._walk(cls, functions) if known else None
+            found = (self.table.find(cls, n) for n in dict.fromkeys(roots))
+            code = [_Code(f.owner.module, f.owner, f.node) for f in found if f and _is_code(f.node)]
+            outside = not code and self.table.outside(cls, "forward") != "no"
+            self._known[cls] = Seen(complete=False) if outside else self._walk(cls, code)
         return self._known[cls]
 
-    def _walk(
-        self, cls: ClassDefinition, roots: list[tuple[ClassDefinition, Function]]
-    ) -> dict[str, str]:
-        names: dict[str, str] = {}
-        pending: list[tuple[Module, ClassDefinition | None, Function]] = [
-            (owner.module, owner, node) for owner, node in roots
-        ]
-        seen: set[Function] = set()
+    def _walk(self, cls: ClassDefinition, pending: list[_Code]) -> Seen:
+        seen, visited = Seen(), set()
         while pending:
-            module, owner, function = pending.pop()
-            if function in seen:
+            code = pending.pop()
+            if code.node in visited:
                 continue
-            seen.add(function)
-            for node in ast.walk(function):
+            visited.add(code.node)
+            for node in ast.walk(code.node):
                 for name in _names_read(node):
-                    names.setdefault(name, f"{module.file}:{getattr(node, 'lineno', 0)}")
-                pending += self._reached(cls, module, owner, node)
-        return names
+                    place = f"{code.module.file}:{getattr(node, 'lineno', 0)}"
+                    seen.names.setdefault(name, place)
+                pending += self._methods(cls, code, node)
+                if isinstance(node, ast.Call):
+                    functions = self._functions(code, node)
+                    pending += functions
+                    if _passes_first(code.node, node) and not functions:
+                        seen.complete = False
+        return seen
 
-    def _reached(
-        self, cls: ClassDefinition, module: Module, owner: ClassDefinition | None, node: ast.AST
-    ) -> Iterator[tuple[Module, ClassDefinition | None, Function]]:
-        """Methods and functions that a node leads to."""
+    def _methods(self, cls: ClassDefinition, code: _Code, node: ast.AST) -> Iterator[_Code]:
+        """A method of the class that a node names, whatever it is named on."""
         match node:
-            case ast.Attribute(value=ast.Name()) if owner:
+            case ast.Attribute(value=ast.Name()) if code.owner:
                 found = self.table.find(cls, node.attr)
-            case ast.Attribute(value=ast.Call(func=ast.Name("super"))) if owner:
-                found = self.table.find(cls, node.attr, after=owner)
-            case ast.Call(func=ast.Name(name)):
-                for symbol in self.table.index.resolve(module, name):
-                    if isinstance(symbol, FunctionDefinition) and self.engine.is_model_module(
-                        symbol.module
-                    ):
-                        yield symbol.module, None, symbol.node
-                return
+            case ast.Attribute(value=ast.Call(func=ast.Name("super"))) if code.owner:
+                found = self.table.find(cls, node.attr, after=code.owner)
             case _:
                 return
         if found and isinstance(found.node, Function):
-            yield found.owner.module, found.owner, found.node
+            yield _Code(found.owner.module, found.owner, found.node)
+
+    def _functions(self, code: _Code, call: ast.Call) -> list[_Code]:
+        """Functions that a call enters: of the models, or whichever the object is handed to."""
+        if not isinstance(call.func, ast.Name | ast.Attribute):
+            return []
+        symbols = self.table.resolve(code.module, call.func)
+        functions = [s for s in symbols if isinstance(s, FunctionDefinition)]
+        if not _passes_first(code.node, call):
+            functions = [f for f in functions if self.engine.is_model_module(f.module)]
+        return [_Code(f.module, None, f.node) for f in functions]
 
 
 def effects(
@@ -136,14 +157,13 @@ def _capture(reads: Reads, outer: Instance, trace: Trace) -> tuple[Verdict, list
 
 def _reader(reads: Reads, write: Write) -> str | None:
     """Where the written attribute is read: "" for nowhere, None where the audit cannot tell."""
-    names = reads.of(write.owner.cls)
-    if names is None:
-        return None
     found = reads.table.find(write.owner.cls, write.attribute)
     if found and isinstance(found.node, Function):
         return None  # a property: its setter may do anything
+    seen = reads.of(write.owner.cls)
     # A part of another class, such as a layer, may read the attribute itself.
-    return names.get(write.attribute, None if write.on_part else "")
+    unseen = write.on_part or not seen.complete
+    return seen.names.get(write.attribute, None if unseen else "")
 
 
 def _describe_write(write: Write, reader: str | None) -> str:
@@ -160,6 +180,19 @@ def _is_capture_name(name: str) -> bool:
 
 def _is_root(name: str) -> bool:
     return name.startswith("forward") or name == "__call__"
+
+
+def _is_code(node: ast.AST) -> TypeGuard[Function]:
+    return isinstance(node, Function)
+
+
+def _passes_first(function: Function, call: ast.Call) -> bool:
+    """Whether a call hands on the function's first parameter, the object itself in a method."""
+    first = next(iter([*function.args.posonlyargs, *function.args.args]), None)
+    if first is None or (isinstance(call.func, ast.Name) and hasattr(builtins, call.func.id)):
+        return False
+    handed = [*call.args, *(keyword.value for keyword in call.keywords)]
+    return any(isinstance(a, ast.Name) and a.id == first.arg for a in handed)
 
 
 def _names_read(node: ast.AST) -> Iterator[str]:

@@ -12,6 +12,7 @@ from eyas.audit.errors import AuditError
 from eyas.audit.report import KINDS, AuditReport, ClassReport, Finding, MemberState
 
 PIPED_WIDTH = 160  # a log has no edge to fold at
+WIDE = 120  # columns from which on the optional members are shown
 STATE_STYLES = {"yes": "green", "missing": "red", "undecided": "yellow"}
 KIND_WORDS = {
     "missing": "missing",
@@ -30,9 +31,10 @@ def render_table(report: AuditReport, console: Console) -> None:
         shown = [c for c in report.targets if _is_shown(c)]
         rows = [c for c in shown if not _has_nothing(c)]
         if rows:
-            console.print(_table(report, sorted(rows, key=_urgency)))
+            rows.sort(key=_urgency)
+            console.print(_table(report, rows, width=console.width))
         for line in _below_the_table(report, shown):
-            console.print(Text(line), soft_wrap=line.startswith(" "))
+            console.print(Text(line))
     finally:
         console.width = width
 
@@ -77,22 +79,22 @@ def _urgency(cls: ClassReport) -> tuple[int, bool, str]:
     return worst, not any(f.in_inner for f in cls.findings), cls.name
 
 
-def _table(report: AuditReport, classes: list[ClassReport]) -> Table:
+def _table(report: AuditReport, classes: list[ClassReport], *, width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("class", no_wrap=True)
-    table.add_column("inner model", overflow="fold")
+    table.add_column("class, inner model", min_width=max(len(c.name) for c in classes))
     required = [m.name for m in report.interface if m.level == "required"]
     columns = [report.protocol] if report.protocol else required
     for name in columns:
         table.add_column(name, overflow="fold")
     optional = {m.name for m in report.interface if m.level == "optional" and m.is_method}
-    if optional:
-        table.add_column("optional methods missing", overflow="fold")
+    has_room = width >= WIDE and bool(optional)
+    if has_room:
+        table.add_column("optional methods missing")
     for cls in classes:
-        cells = [_cell(cls, [n] if not report.protocol else [n, *required]) for n in columns]
+        cells = [_cell(cls, [n, *required] if report.protocol else [n]) for n in columns]
         lacking = [n for n in cls.missing("optional") if n in optional]
-        rest = [", ".join(lacking) or "-"] if optional else []
-        table.add_row(cls.name, _inner(cls), *cells, *rest)
+        rest = [", ".join(lacking) or "-"] if has_room else []
+        table.add_row(_name(cls), *cells, *rest)
     return table
 
 
@@ -100,7 +102,7 @@ def _cell(cls: ClassReport, names: list[str]) -> Text:
     for finding in cls.findings:
         if finding.member in names:
             words = KIND_WORDS[finding.kind]
-            words += ", inner has it" if finding.in_inner else ""
+            words = "inner model only" if finding.in_inner else words
             words += " (accepted)" if finding.accepted else ""
             return Text(words, STATE_STYLES["missing"])
     states = {m.state for m in cls.members if m.name in names}
@@ -111,36 +113,55 @@ def _cell(cls: ClassReport, names: list[str]) -> Text:
     return Text("yes", STATE_STYLES["yes"])
 
 
-def _inner(cls: ClassReport) -> str:
-    if cls.inner is None:
-        return "-"
-    names = ", ".join(dict.fromkeys(c.name for c in cls.inner.classes)) or "by config"
-    return f"{cls.inner.path}: {names}"
+def _name(cls: ClassReport) -> Text:
+    name = Text(cls.name)
+    if cls.inner:
+        first, *others = [c.name for c in cls.inner.classes] or ["not named in the source"]
+        more = f" and {len(others)} more" if others else ""
+        name.append(f"\n  {cls.inner.path}: {first}{more}", "dim")
+    return name
 
 
 def _below_the_table(report: AuditReport, shown: list[ClassReport]) -> Iterator[str]:
+    broken = [f for c in shown for f in c.findings if f.kind != "missing" and not f.accepted]
+    if broken:
+        yield "There, and yet it does not work:"
+        yield from (f"  {f.name}: {f.message}" for f in broken)
+        yield ""
+    nothing = [c.name for c in shown if _has_nothing(c)]
+    if nothing:
+        yield f"Without any of the interface, in an inner model either ({len(nothing)}):"
+        yield f"{', '.join(nothing)}\n"
+    yield from _to_add(report, shown)
+    notes = dict.fromkeys(note for c in report.targets for note in c.notes)
+    if notes:
+        yield "Notes:"
+        yield from (f"  {note}" for note in notes)
+        yield ""
+    problems = [f for f in report.file_findings if not f.accepted]
+    if problems:
+        yield "Not readable, so that what it holds is missing above:"
+        yield from (f"  {f.location}: {f.message}" for f in problems)
+        yield ""
+    if report.resolved:
+        yield "In the baseline, but findings no more:"
+        yield from (f"  {entry}" for entry in report.resolved)
+        yield ""
+    yield _totals(report)
+
+
+def _to_add(report: AuditReport, shown: list[ClassReport]) -> Iterator[str]:
+    """The delegating methods, each text once with all classes that lack it."""
     required = {m.name for m in report.interface if m.level == "required"} | {report.protocol}
     receivers: dict[str, list[str]] = {}
     for cls in shown:
         sources = [f.source for f in cls.fixes if f.member in required]
         if sources:
             receivers.setdefault("\n\n".join(sources), []).append(cls.name)
-    nothing = [c.name for c in shown if _has_nothing(c)]
-    if nothing:
-        yield f"Without any of the interface, in an inner model either ({len(nothing)}):"
-        yield f"{', '.join(nothing)}\n"
     if receivers:
-        yield "To add where the inner model has it (--class NAME prints the optional members too):"
+        yield "To add where the inner model has it (--class NAME prints optional members too):\n"
     for source, names in receivers.items():
-        yield f"\n{', '.join(names)}:\n{source}"
-    problems = [f for f in report.file_findings if not f.accepted]
-    if problems:
-        yield "\nFiles that could not be read, so that what they hold is missing above:"
-        yield from (f"  {f.location}: {f.message}" for f in problems)
-    if report.resolved:
-        yield "\nIn the baseline, but findings no more:"
-        yield from (f"  {entry}" for entry in report.resolved)
-    yield f"\n{_totals(report)}"
+        yield f"{', '.join(names)}:\n{source}\n"
 
 
 def _totals(report: AuditReport) -> str:

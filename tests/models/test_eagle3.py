@@ -239,7 +239,7 @@ def test_what_the_checkpoint_lacks_is_shared_and_what_it_has_is_kept() -> None:
 
 
 def test_a_narrower_draft_without_an_embedding_is_refused() -> None:
-    with pytest.raises(EyasError, match="no embedding or head of its own"):
+    with pytest.raises(EyasError, match="no embedding of its own"):
         tiny_draft(tiny_target(), draft_config(decoder(hidden_size=20)))
 
 

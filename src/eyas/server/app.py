@@ -18,7 +18,7 @@ from eyas.server.transport import ClientGoneError, read_body, unless_client_leav
 from eyas.types import SamplingParams
 
 MAX_BODY_BYTES = 16 << 20
-CLIENT_CLOSED_REQUEST = 499  # nobody reads it; for the log
+CLIENT_GONE = 499  # nobody reads it
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 AnyRequest = TypeVar("AnyRequest", ChatRequest, CompletionRequest)
@@ -34,6 +34,7 @@ def create_app(
     # No generated documentation: its page would fetch scripts from elsewhere.
     app = FastAPI(title="Eyas", openapi_url=None)
     install_error_handlers(app)
+    app.add_exception_handler(ClientGoneError, lambda *_: Response(status_code=CLIENT_GONE))
     routes = _Routes(state, model, max_body_bytes)
     app.add_api_route("/health", routes.health, methods=["GET"], response_model=None)
     app.add_api_route("/v1/models", routes.models, methods=["GET"], response_model=None)
@@ -117,7 +118,7 @@ class _Routes:
                 return await unless_client_leaves(request.receive, whole())
             generation = await unless_client_leaves(request.receive, start())
         except ClientGoneError:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
+            raise
         except Exception as error:
             return error_response(error)
         content = events(generation, envelope, include_usage=body.include_usage)

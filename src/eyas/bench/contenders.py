@@ -15,6 +15,7 @@ import torch
 
 from eyas.bench.results import Sample
 from eyas.bench.timing import TokenClock
+from eyas.cache.pages import PageAllocator
 from eyas.engine.llm import LLM
 from eyas.types import EyasError, SamplingParams
 
@@ -35,7 +36,8 @@ class Contender(Protocol):
 
 
 class EyasContender:
-    """Eyas as `eyas.LLM` runs it, timed at the engine, without tokenizer and detokenizer."""
+    """Eyas as `eyas.LLM` runs it, timed at the engine: without tokenizer and prefix cache, which
+    transformers' figures do not include either."""
 
     def __init__(self, llm: LLM, *, name: str, drafts: bool) -> None:
         self._llm, self.name, self.drafts = llm, name, drafts
@@ -44,6 +46,8 @@ class EyasContender:
     def run(self, prompts: Sequence[Sequence[int]], num_new: int) -> Sample:
         """Submit the batch at once and step until all of it is done."""
         engine = self._llm.engine
+        # A fresh allocator knows no pages by content: each run computes its prompts.
+        engine.scheduler.allocator = PageAllocator(engine.worker.shape.num_pages)
         params = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True)
         outputs: dict[str, list[int]] = {}
         rounds: dict[str, tuple[int, int]] = {}
@@ -56,9 +60,10 @@ class EyasContender:
             for step in engine.step():
                 if step.error is not None:
                     raise EyasError(f"{self.name} failed in the benchmark: {step.error}")
+                assert not step.num_cached_tokens
                 outputs[step.request_id] += step.new_token_ids
                 rounds[step.request_id] = (step.num_rounds, step.num_round_tokens)
-                clock.add(len(step.new_token_ids), step.request_id)
+                clock.add_step(step)
         return Sample(list(outputs.values()), clock.rates(), [rounds[name] for name in outputs])
 
 
@@ -69,6 +74,9 @@ class TransformersContender:
 
     def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
         from transformers import AutoModelForCausalLM, GenerationConfig
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
         model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
         self._model = model.to(device).eval()
@@ -105,13 +113,13 @@ class _Streamer:
 
     def __init__(self, clock: TokenClock) -> None:
         self._clock = clock
-        self._is_prompt = True
+        self._num_puts = 0
 
     def put(self, token_ids: torch.Tensor) -> None:
-        if not self._is_prompt:
+        if self._num_puts:
             for request in range(token_ids.numel()):
-                self._clock.add(1, str(request))
-        self._is_prompt = False
+                self._clock.add(1, str(request), with_prefill=self._num_puts == 1)
+        self._num_puts += 1
 
     def end(self) -> None:
         """Nothing is held back."""

@@ -6,13 +6,15 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
+from eyas.types import StepOutput
+
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
     """Speed of one batch, in tokens of all its requests together.
 
     seconds: from submission to the last token. first_token_seconds: until every request had its
-    first. decode_tokens, decode_seconds: what came after that moment, so that prefill is not in it.
+    first. decode_tokens, decode_seconds: what came after that moment, without any prefill.
     """
 
     num_tokens: int
@@ -46,33 +48,39 @@ class Rates:
 class TokenClock:
     """Notes when tokens of a batch arrive; starts when made.
 
-    Tokens often arrive several at once (a verified draft; a prefill that is read together with
-    the round after it), so what counts is tokens, never arrivals.
+    Tokens often arrive several at once (a verified draft; a prompt's token that is read together
+    with the round after it), so what counts is tokens, never arrivals.
     """
 
     def __init__(
         self, num_requests: int = 1, *, now: Callable[[], float] = time.perf_counter
     ) -> None:
         self._now = now
-        self._waiting = num_requests
-        self._seen: set[str] = set()
+        self._num_requests = num_requests
+        self._begun: set[str] = set()
         self._start = self._first = self._last = now()
         self._num_tokens = self._num_first = 0
 
-    def add(self, num_tokens: int, request_id: str = "") -> None:
-        """`num_tokens` tokens of a request have become known now."""
-        if not num_tokens:
-            return
+    def add(self, num_tokens: int, request_id: str = "", *, with_prefill: bool) -> None:
+        """Tokens of a request have become known now.
+
+        with_prefill: they were read together with the token that the prefill gave, so that no
+        time of decoding is known to belong to them.
+        """
         self._num_tokens += num_tokens
         self._last = self._now()
-        if request_id not in self._seen:
-            self._seen.add(request_id)
-            self._waiting -= 1
+        if with_prefill:
+            self._begun.add(request_id)
             self._first, self._num_first = self._last, self._num_tokens
 
+    def add_step(self, output: StepOutput) -> None:
+        """What the engine told; it reads a prompt's token and the first round in one turn."""
+        num_tokens = len(output.new_token_ids)
+        self.add(num_tokens, output.request_id, with_prefill=output.num_rounds <= 1)
+
     def rates(self) -> Rates:
-        """What has been measured so far. Every request must have had a token."""
-        assert self._waiting == 0, f"{self._waiting} requests without a token"
+        """What has been measured so far. Every request must have begun."""
+        assert len(self._begun) == self._num_requests, "a request has no token"
         return Rates(
             num_tokens=self._num_tokens,
             seconds=self._last - self._start,

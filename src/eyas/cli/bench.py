@@ -20,45 +20,50 @@ from eyas.types import EyasError
 bench_app = typer.Typer(no_args_is_help=True, help="Measure speed, with the outputs checked.")
 
 
+Batch = Annotated[
+    Any,
+    typer.Option(
+        parser=functools.partial(parse_integers, "--batch"),
+        metavar="INT,INT,...",
+        help="Requests at once, one table each.",
+    ),
+]
+PromptTokens = Annotated[
+    int | None,
+    typer.Option(help="Length of every prompt (default 128; with --prompts, each one's own)."),
+]
+Prompts = Annotated[
+    Path | None, typer.Option(help='JSONL with {"prompt": ...} or {"messages": [...]} a line.')
+]
+NumPrompts = Annotated[
+    int | None, typer.Option(help="Prompts a run, in batches (default: one batch).")
+]
+Against = Annotated[
+    Literal["transformers"] | None,
+    typer.Option(help="Another engine in the same process, dtype and threads."),
+]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there.")
+]
+
+
 @bench_app.command()
 @engine_flags(without=("max_batch_size",))
 def offline(
     *,
     config: EngineConfig,
-    batch: Annotated[
-        Any,
-        typer.Option(
-            parser=functools.partial(parse_integers, "--batch"),
-            metavar="INT,INT,...",
-            help="Requests at once, one table each.",
-        ),
-    ] = (1,),
-    prompt_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help="Length of every prompt (default 128; with --prompts, each prompt's own)."
-        ),
-    ] = None,
+    batch: Batch = (1,),
+    prompt_tokens: PromptTokens = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens generated, exactly.")] = 128,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help='JSONL with {"prompt": ...} or {"messages": [...]} a line.'),
-    ] = None,
+    prompts: Prompts = None,
     random_prompts: Annotated[
         bool, typer.Option("--random-prompts", help="Random tokens; not with a draft.")
     ] = False,
-    num_prompts: Annotated[
-        int | None, typer.Option(help="Prompts a run, in batches (default: one batch).")
-    ] = None,
-    against: Annotated[
-        Literal["transformers"] | None,
-        typer.Option(help="Another engine in the same process, dtype and threads."),
-    ] = None,
+    num_prompts: NumPrompts = None,
+    against: Against = None,
     repeats: Annotated[int, typer.Option(help="Timed runs of each contender.")] = 7,
     threads: Annotated[int | None, typer.Option(help="CPU threads of all contenders.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the result there.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> int:
     """Time Eyas, with and without a draft, and compare what it says.
 

@@ -1,4 +1,4 @@
-"""Command-line flags made from EngineConfig: its fields, types, defaults and help texts."""
+"""Command-line flags made from settings dataclasses: their fields, types, defaults and texts."""
 
 from __future__ import annotations
 
@@ -6,74 +6,121 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 
 from eyas.config import EngineConfig
+from eyas.types import SamplingParams
+
+Command = Callable[..., Any]
 
 NUM_FIRST = 2  # model and draft, which the help shows before a command's own flags
 
+# Flags of SamplingParams, which has no texts of its own for them.
+SAMPLING_HELP = {
+    "max_tokens": "New tokens at most.",
+    "min_tokens": "Before that many tokens no end token is chosen.",
+    "temperature": "0 is greedy.",
+    "top_k": "Choose among the k most probable tokens; 0 is off.",
+    "top_p": "Choose among the most probable tokens that make up this share; 1 is off.",
+    "min_p": "Choose among tokens of at least this share of the best one's probability; 0 is off.",
+    "presence_penalty": "Lowers tokens that were generated before, by this much once.",
+    "frequency_penalty": "Lowers tokens that were generated before, by this much each time.",
+    "repetition_penalty": "Divides the logits of tokens that were there before; 1 is off.",
+    "seed": "Makes sampled text repeatable, the same with and without a draft.",
+    "stop_token_ids": "Further tokens to stop at.",
+    "ignore_eos": "Go on after the model's own end tokens.",
+}
 
-def engine_flags(*, without: Collection[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+
+def engine_flags(*, without: Collection[str] = ()) -> Callable[[Command], Command]:
     """Give a command the argument MODEL and a flag for every other setting of the engine.
 
     The command's parameter `config` is replaced: it is called with an EngineConfig of what the
     user gave. without: settings that the command decides by itself.
     """
+    texts = {f.name: f.metadata["help"] for f in dataclasses.fields(EngineConfig)}
+    kept = {name: text for name, text in texts.items() if name not in without}
+    return _replace("config", EngineConfig, flag_parameters(EngineConfig, kept), NUM_FIRST)
 
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+
+def sampling_flags(**defaults: Any) -> Callable[[Command], Command]:
+    """Give a command flags for sampling in place of its parameter `params`.
+
+    defaults: the command's own, where they are not those of SamplingParams.
+    """
+    parameters = flag_parameters(SamplingParams, SAMPLING_HELP, defaults)
+    return _replace("params", SamplingParams, parameters, 0)
+
+
+def _replace(
+    name: str, settings: type, parameters: Mapping[str, inspect.Parameter], num_first: int
+) -> Callable[[Command], Command]:
+    """Replace a command's parameter `name` by those that an instance of `settings` is made of;
+    num_first of them come before the command's own."""
+
+    def decorate(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
-        own = [p for name, p in signature.parameters.items() if name != "config"]
-        settings = {
-            name: parameter
-            for name, parameter in setting_parameters().items()
-            if name not in without
-        }
+        own = [p for p in signature.parameters.values() if p.name != name]
+        shown = list(parameters.values())
+        shown = [*shown[:num_first], *own, *shown[num_first:]]
 
         @functools.wraps(command)
         def run(**values: Any) -> Any:
-            given = {name: values.pop(name) for name in settings}
-            return command(config=EngineConfig(**given), **values)
+            given = {field: values.pop(field) for field in parameters}
+            given = {field: value for field, value in given.items() if value is not None}
+            return command(**values, **{name: settings(**given)})
 
-        engine = list(settings.values())
-        parameters = [*engine[:NUM_FIRST], *own, *engine[NUM_FIRST:]]
-        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        run.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in shown}
         return run
 
     return decorate
 
 
-def setting_parameters() -> dict[str, inspect.Parameter]:
-    """A typer parameter for every field of EngineConfig, by field name; `model` comes first."""
-    hints = get_type_hints(EngineConfig)
+def flag_parameters(
+    settings: type, texts: Mapping[str, str], defaults: Mapping[str, Any] | None = None
+) -> dict[str, inspect.Parameter]:
+    """A typer parameter for each field of a dataclass that has a help text, by field name.
+
+    Fields without a default are arguments. Lists of integers are written 2,15,27; a setting that
+    may be True, False or None is --name/--no-name; a Literal lists its choices.
+    """
+    hints = get_type_hints(settings)
+    own = defaults or {}
     return {
-        field.name: _parameter(field, hints[field.name])
-        for field in dataclasses.fields(EngineConfig)
+        field.name: _parameter(
+            field.name, hints[field.name], own.get(field.name, field.default), texts[field.name]
+        )
+        for field in dataclasses.fields(settings)
+        if field.name in texts
     }
 
 
-def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
-    flag, text = f"--{field.name.replace('_', '-')}", field.metadata["help"]
+def _parameter(name: str, hint: Any, default: Any, text: str) -> inspect.Parameter:
     kind = inspect.Parameter.KEYWORD_ONLY
-    if field.default is dataclasses.MISSING:
-        argument = _annotated(hint, typer.Argument(metavar=field.name.upper(), help=text))
-        return inspect.Parameter(field.name, kind, annotation=argument)
+    if default is dataclasses.MISSING:
+        argument = typer.Argument(metavar=name.upper(), help=text)
+        return inspect.Parameter(name, kind, annotation=_annotated(hint, argument))
+    flag = f"--{name.replace('_', '-')}"
     inner, is_optional = _without_none(hint)
-    declared = [f"{flag}/--no-{flag[2:]}"] if inner is bool else [flag]
+    declared = flag
     more: dict[str, Any] = {}
-    if get_origin(inner) is tuple:
-        assert get_args(inner) == (int, ...), f"no flag is known for {field.name}: {hint}"
-        more = {"parser": functools.partial(parse_integers, flag), "metavar": "INT,INT,..."}
-        inner = str
+    if inner is bool and is_optional:
+        declared = f"{flag}/--no-{flag[2:]}"
+    elif get_origin(inner) is tuple:
+        assert get_args(inner) == (int, ...), f"no flag is known for {name}: {hint}"
+        parser = functools.partial(parse_integers, flag)
+        inner, more = str, {"parser": parser, "metavar": "INT,INT,..."}
+        default, is_optional = default or None, True  # an empty default is shown as none
     else:
         known = inner in (bool, int, float, str) or get_origin(inner) is Literal
-        assert known, f"no flag is known for {field.name}: {hint}"
-    option = typer.Option(*declared, help=text, **more)
+        assert known, f"no flag is known for {name}: {hint}"
+    option = typer.Option(declared, help=text, **more)
     annotation = _annotated(inner | None if is_optional else inner, option)
-    return inspect.Parameter(field.name, kind, default=field.default, annotation=annotation)
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
 def _annotated(hint: Any, information: Any) -> Any:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from eyas.bench.timing import Rates, TokenClock
-from eyas.cli.flags import engine_flags
+from eyas.cli.flags import engine_flags, sampling_flags
 from eyas.cli.progress import ProgressBars
 from eyas.config import EngineConfig
 from eyas.types import RequestOutput, SamplingParams
@@ -22,35 +22,28 @@ if TYPE_CHECKING:
 DEMO_MODEL = "smollm2-135m"
 DEMO_PROMPT = "Explain in three sentences how a falcon hunts."
 
-MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="New tokens at most.")]
-Temperature = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
-Seed = Annotated[
-    int | None,
-    typer.Option("--seed", help="Makes sampled text repeatable, with or without a draft."),
-]
-
 
 def demo(
     *,
     prompt: Annotated[str, typer.Option("--prompt", help="What to ask.")] = DEMO_PROMPT,
-    max_tokens: MaxTokens = 200,
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 200,
     draft: Annotated[
-        str | None, typer.Option("--draft", help="EAGLE-3 draft: a local folder or a hub id.")
+        str | None, typer.Option(help="EAGLE-3 draft: a local folder or a hub id.")
     ] = None,
 ) -> None:
     """Let the embedded model, smollm2-135m, answer a prompt."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     llm = load(EngineConfig(model=DEMO_MODEL, draft=draft, max_batch_size=1))
     console = Console(stderr=True, highlight=False)
     console.print(Text(f"> {prompt}", "bold"), soft_wrap=True)
-    stream(llm, llm.tokenizer.render_chat([{"role": "user", "content": prompt}]), params)
+    messages = [{"role": "user", "content": prompt}]
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    stream(llm, llm.tokenizer.render_chat(messages), params)
     command = f"eyas serve {DEMO_MODEL}" + (f" --draft {draft}" if draft else "")
     console.print(Text(f"Next: `{command}` serves it over an OpenAI-compatible API."))
 
 
 @engine_flags()
+@sampling_flags(max_tokens=256, temperature=0.0)
 def generate(
     *,
     config: EngineConfig,
@@ -65,25 +58,9 @@ def generate(
             "continue; default: a message where the model has a template.",
         ),
     ] = None,
-    max_tokens: MaxTokens = 256,
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
-    stop_token_id: Annotated[
-        list[int] | None,
-        typer.Option("--stop-token-id", help="Another token to stop at; may be repeated."),
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on after the model's own end tokens.")
-    ] = False,
+    params: SamplingParams,
 ) -> None:
     """Generate text from one or several prompts."""
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        stop_token_ids=tuple(stop_token_id or ()),
-        ignore_eos=ignore_eos,
-    )
     llm = load(config)
     use_chat = llm.tokenizer.has_chat_template if chat is None else chat
     token_ids = [
@@ -96,7 +73,7 @@ def generate(
         stream(llm, token_ids[0], params)
         return
     for text, output in zip(prompt, llm.generate(token_ids, params), strict=True):
-        print(f"> {text}\n{output.text}\n")
+        print(f"> {text}\n{output.text}\n", flush=True)
         _print_stats(describe_output(output))
 
 
@@ -115,7 +92,7 @@ def stream(llm: LLM, prompt_token_ids: list[int], params: SamplingParams) -> Non
     clock = TokenClock()
     last: Any = None
     for text, last in llm.stream(prompt_token_ids, params):
-        clock.add(len(last.new_token_ids))
+        clock.add_step(last)
         sys.stdout.write(text)
         sys.stdout.flush()
     sys.stdout.write("\n")

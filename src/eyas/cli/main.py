@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Annotated
 
 import typer
 
-import eyas
 from eyas.cli.bench import bench_app
 from eyas.cli.check import audit, check
 from eyas.cli.errors import EyasGroup
@@ -27,7 +27,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"eyas {eyas.__version__}")
+        print(f"eyas {importlib.metadata.version('eyas')}")
         raise typer.Exit
 
 

@@ -1,8 +1,8 @@
 """`eyas serve`: bind the port, check, load, answer until told to stop.
 
 The port is bound before anything else, so that /health can tell how far the start has come.
-Exit codes: 0 stopped by a signal; 1 the engine died or the load broke; 2 the user can mend it (a
-finding of the check, a model that is not there, a port in use).
+Exit codes: 0 stopped by a signal; 1 what was asked cannot be done (a port in use, no such model),
+the load broke or the engine died; 2 the check has findings.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from eyas.types import CheckError, EyasError
 
 logger = logging.getLogger(__name__)
 
-EXIT_OK, EXIT_FAILED, EXIT_USER = 0, 1, 2
+EXIT_OK, EXIT_FAILED, EXIT_FINDINGS = 0, 1, 2
 DRAIN_SECONDS = 10.0  # for running requests, after a signal
 LINGER_SECONDS = 1.0  # a dead engine's reason stays readable on /health that long
 _CLOSE_SECONDS = 5  # for the last bytes of open responses
@@ -73,7 +73,7 @@ async def run_server(load: Loader, model: ModelCard, *, host: str, port: int) ->
         listener = _bind(host, port)
     except OSError as error:
         logger.error("cannot listen on %s port %d: %s; choose others", host, port, error)
-        return EXIT_USER
+        return EXIT_FAILED
     state = ServerState()
     http = _HttpServer(create_app(state, model))
     url = _url(listener)
@@ -275,9 +275,9 @@ def _report(error: BaseException) -> int:
         for finding in error.findings:
             logger.error("%s", finding)
         logger.error("the check failed: nothing was loaded")
-        return EXIT_USER
+        return EXIT_FINDINGS
     if isinstance(error, EyasError):
         logger.error("%s", error)
-        return EXIT_USER
-    logger.error("the load failed", exc_info=error)
+    else:
+        logger.error("the load failed", exc_info=error)
     return EXIT_FAILED

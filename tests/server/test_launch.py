@@ -1,0 +1,290 @@
+"""The life of the server: port, phases, signals, exit codes; with a tiny engine in its thread."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from fixtures.tiny import make_engine, tiny_target
+
+from eyas.config import EngineConfig
+from eyas.engine.async_engine import AsyncEngine
+from eyas.engine.engine import Engine
+from eyas.engine.tokenizer import Tokenizer
+from eyas.models.embedded import Progress
+from eyas.server import launch
+from eyas.server.formats import ModelCard
+from eyas.server.launch import Loaded, Loader, run_server, serve
+from eyas.types import CheckError, EyasError, Finding, Severity, StepOutput
+
+CARD = ModelCard("tiny", 1700000000, "fp")
+LONG = {"prompt": [1], "max_tokens": 300, "stream": True, "temperature": 0}
+
+
+class Life:
+    """A running server: a client for it and its exit code to come."""
+
+    def __init__(self, client: httpx.AsyncClient, code: "asyncio.Task[int]") -> None:
+        self.client, self.code = client, code
+
+    async def health_is(self, status: str) -> httpx.Response:
+        """Wait for a phase, from the moment that the port is bound."""
+        async with asyncio.timeout(10):
+            while True:
+                response = await self.client.get("/health")
+                if response.json()["status"] == status:
+                    return response
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def life(load: Loader) -> AsyncIterator[Life]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = asyncio.ensure_future(run_server(load, CARD, host="127.0.0.1", port=port))
+    await asyncio.sleep(0)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        try:
+            yield Life(client, code)
+        finally:
+            if not code.done():
+                os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(code, 15)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def body() -> None:
+        await asyncio.wait_for(test(), 30)
+
+    asyncio.run(body())
+
+
+@pytest.fixture
+def load_tiny(tokenizer: Tokenizer) -> Callable[..., Loader]:
+    """A loader of a tiny engine; `hold` is waited for first."""
+
+    def make(engine: Engine | None = None, hold: threading.Event | None = None) -> Loader:
+        made = engine or make_engine(tiny_target())
+
+        def load(progress: Progress) -> Loaded:
+            progress("loading target", 5, 10)
+            if hold is not None:
+                hold.wait(10)
+            progress("loading target", 10, 10)
+            return Loaded(AsyncEngine(made), tokenizer, made._vocab_size)
+
+        return load
+
+    return make
+
+
+def test_a_life_from_loading_to_the_signal(load_tiny: Callable[..., Loader]) -> None:
+    hold = threading.Event()
+
+    async def test() -> None:
+        async with life(load_tiny(hold=hold)) as server:
+            loading = await server.health_is("loading")
+            assert loading.json()["detail"] == "loading target: 50 %"
+            assert loading.status_code == 503
+            assert (await server.client.get("/v1/models")).status_code == 503
+            hold.set()
+            await server.health_is("ready")
+            answer = await server.client.post(
+                "/v1/completions", json={"prompt": [1, 2], "max_tokens": 5}
+            )
+            assert answer.json()["usage"]["completion_tokens"] == 5
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await server.code == 0
+            with pytest.raises(httpx.ConnectError):
+                await server.client.get("/health")
+
+    run(test)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_running_requests_may_end_after_a_signal(
+    load_tiny: Callable[..., Loader], number: signal.Signals
+) -> None:
+    async def test() -> None:
+        async with life(load_tiny()) as server:
+            await server.health_is("ready")
+            async with server.client.stream("POST", "/v1/completions", json=LONG) as response:
+                lines = response.aiter_lines()
+                await anext(lines)
+                os.kill(os.getpid(), number)
+                await asyncio.sleep(0)
+                rest = [line async for line in lines if line]
+            assert rest[-1] == "data: [DONE]"
+            assert await server.code == 0
+
+    run(test)
+
+
+def slow(engine: Engine) -> Engine:
+    """The engine with steps of at least 20 ms."""
+    step = engine.step
+
+    def slow_step() -> list[StepOutput]:
+        time.sleep(0.02)
+        return step()
+
+    engine.step = slow_step  # type: ignore[method-assign]
+    return engine
+
+
+def test_a_second_signal_ends_open_streams_with_an_error(load_tiny: Callable[..., Loader]) -> None:
+    async def test() -> None:
+        engine = slow(make_engine(tiny_target()))
+        async with life(load_tiny(engine)) as server:
+            await server.health_is("ready")
+            async with server.client.stream("POST", "/v1/completions", json=LONG) as response:
+                lines = response.aiter_lines()
+                await anext(lines)
+                os.kill(os.getpid(), signal.SIGINT)
+                await server.health_is("stopping")
+                refused = await server.client.post("/v1/completions", json=LONG)
+                assert refused.status_code == 503
+                os.kill(os.getpid(), signal.SIGINT)
+                rest = [line async for line in lines if line]
+            error = json.loads(rest[-1].removeprefix("data: "))["error"]
+            assert "shutting down" in error["message"]
+            assert await server.code == 0
+
+    run(test)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_engine_ends_the_process_with_its_reason(
+    load_tiny: Callable[..., Loader], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = slow(make_engine(tiny_target()))
+    step, steps = engine.step, iter(range(100))
+
+    def dies() -> list[StepOutput]:
+        if next(steps) == 10:
+            raise RuntimeError("rank 0 fell over")
+        return step()
+
+    engine.step = dies  # type: ignore[method-assign]
+
+    async def test() -> None:
+        async with life(load_tiny(engine)) as server:
+            await server.health_is("ready")
+            async with server.client.stream("POST", "/v1/completions", json=LONG) as response:
+                lines = [line async for line in response.aiter_lines() if line]
+            assert (
+                "rank 0 fell over"
+                in json.loads(lines[-1].removeprefix("data: "))["error"]["message"]
+            )
+            assert len(lines) > 1
+            health = await server.health_is("failed")
+            assert health.status_code == 503
+            assert "RuntimeError: rank 0 fell over" in health.json()["detail"]
+            assert await server.code == 1
+
+    run(test)
+    assert "the engine died: RuntimeError: rank 0 fell over" in caplog.text
+
+
+FINDINGS = [
+    Finding(Severity.ERROR, "width-mismatch", "pair", "2048 is not 4096", "use the right draft"),
+    Finding(Severity.WARNING, "tokenizer-missing", "target", "no tokenizer"),
+    Finding(Severity.ERROR, "layer-ids", "draft", "layer 40 of 32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "texts"),
+    [
+        (CheckError(FINDINGS), 2, ["width-mismatch: 2048", "layer 40", "no tokenizer"]),
+        (EyasError("no such model"), 1, ["no such model"]),
+        (RuntimeError("out of memory"), 1, ["the load failed", "RuntimeError: out of memory"]),
+        (SystemExit(3), 1, ["the load failed"]),
+    ],
+    ids=["check", "mistake", "crash", "exit"],
+)
+def test_a_failed_load_ends_the_process(
+    error: BaseException, code: int, texts: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(progress: Progress) -> Loaded:
+        raise error
+
+    async def test() -> None:
+        async with life(load) as server:
+            assert await server.code == code
+
+    run(test)
+    for text in texts:
+        assert text in caplog.text
+
+
+def test_a_signal_ends_a_load(load_tiny: Callable[..., Loader]) -> None:
+    hold, ended = threading.Event(), threading.Event()
+
+    def load(progress: Progress) -> Loaded:
+        try:
+            while True:
+                progress("loading target", 1, 10)
+                hold.wait(0.01)
+        finally:
+            ended.set()
+
+    async def test() -> None:
+        async with life(load) as server:
+            await server.health_is("loading")
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await server.code == 0
+        assert ended.is_set()
+
+    run(test)
+
+
+def test_a_port_in_use_is_a_mistake(caplog: pytest.LogCaptureFixture) -> None:
+    def load(progress: Progress) -> Loaded:
+        raise AssertionError("nothing may be loaded")
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code = asyncio.run(run_server(load, CARD, host="127.0.0.1", port=port))
+    assert code == 1
+    assert f"cannot listen on 127.0.0.1 port {port}" in caplog.text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_hosts(host: str) -> None:
+    try:
+        listener = launch._bind(host, 0)
+    except OSError:
+        if host == "::1":
+            pytest.skip("no IPv6 here")
+        raise
+    with listener:
+        url = launch._url(listener)
+    assert url.startswith("http://[::1]:" if host == "::1" else "http://127.0.0.1:")
+
+
+def test_a_folder_without_a_model_is_reported_in_full(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    config = EngineConfig(model=str(tmp_path))
+    assert serve(config, host="127.0.0.1", port=0, served_model_name=None) == 2
+    assert "config.json" in caplog.text
+    assert "the check failed" in caplog.text
+
+
+def test_the_fingerprint_is_stable_and_tells_models_apart() -> None:
+    first = launch._fingerprint(EngineConfig(model="a"))
+    assert first == launch._fingerprint(EngineConfig(model="a", draft="d"))
+    assert first != launch._fingerprint(EngineConfig(model="b"))
+    assert first != launch._fingerprint(EngineConfig(model="a", dtype="float32"))

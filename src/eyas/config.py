@@ -87,6 +87,12 @@ class EngineConfig:
         None, "Tokens the KV cache holds; default: the whole batch at full length, or what fits."
     )
     prefill_chunk_tokens: int = _setting(512, "Prompt tokens processed between two rounds.")
+    prefix_caching: bool = _setting(True, "Reuse the KV pages of prompts that begin alike.")
+    simulate_acceptance: tuple[float, ...] | None = _setting(
+        None,
+        "Benchmarks only, the output is not the model's: tokens a round on average (3.0), or the "
+        "chance of each draft position given the one before (0.8,0.7,0.6).",
+    )
     run_ahead: int = _setting(1, "Rounds launched before the last one's tokens are read: 0 or 1.")
     draft_boundaries: tuple[int, ...] | None = _setting(
         None, "Override the target boundaries that the draft reads, for example 2,15,27."
@@ -108,6 +114,7 @@ class EngineConfig:
         if self.draft is None:
             self._refuse_draft_settings()
         self.tree_shape()  # raises on a shape that cannot be
+        self.acceptance_rates()
 
     def _refuse_draft_settings(self) -> None:
         needs_draft = {
@@ -116,6 +123,7 @@ class EngineConfig:
             "num_tree_nodes": self.num_tree_nodes not in (None, 1),
             "draft_boundaries": self.draft_boundaries is not None,
             "draft_norm_output": self.draft_norm_output is not None,
+            "simulate_acceptance": self.simulate_acceptance is not None,
         }
         for name, is_set in needs_draft.items():
             if is_set:
@@ -132,3 +140,32 @@ class EngineConfig:
         whole = 1 + self.topk + (depth - 1) * self.topk**2
         num_nodes = self.num_tree_nodes or min(whole, MAX_TREE_NODES)
         return TreeShape(depth, self.topk, num_nodes)
+
+    def acceptance_rates(self) -> tuple[float, ...] | None:
+        """Simulated chance of each draft position given the one before; None: the real ones."""
+        given, depth = self.simulate_acceptance, self.tree_shape().depth
+        if given is None:
+            return None
+        if len(given) == 1 and given[0] >= 1:
+            return (_rate_for_length(given[0], depth),) * depth
+        if len(given) != depth or not all(0 <= rate <= 1 for rate in given):
+            raise ConfigError(
+                f"--simulate-acceptance takes one length from 1 to {depth + 1}, or {depth} chances "
+                f"from 0 to 1 (one a draft level), not {','.join(map(str, given))}"
+            )
+        return given
+
+
+def _rate_for_length(length: float, depth: int) -> float:
+    """The rate r with 1 + r + r² + … + r^depth = length, by bisection."""
+    if not 1 <= length <= depth + 1:
+        raise ConfigError(
+            f"--simulate-acceptance {length} is out of reach: a round of {depth} draft levels "
+            f"emits 1 to {depth + 1} tokens"
+        )
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        reached = sum(middle**level for level in range(depth + 1))
+        low, high = (middle, high) if reached < length else (low, middle)
+    return high

@@ -18,7 +18,7 @@ from eyas import kernels
 from eyas.cache.pages import OutOfPagesError, PageAllocator
 from eyas.config import PLAIN, TreeShape
 from eyas.engine.stop_text import StopTextMatcher
-from eyas.engine.tokenizer import Tokenizer
+from eyas.engine.tokenizer import Decoder
 from eyas.engine.worker import Pending, RoundResult, Worker
 from eyas.kernels import SamplingMode
 from eyas.scheduler.scheduler import Phase, Request, Scheduler
@@ -65,7 +65,7 @@ class Engine:
             prefix_caching=prefix_caching,
         )
         self.tree = shape.tree  # of the next rounds; any shape within the worker's own
-        self.tokenizer: Tokenizer | None = None  # needed by requests with stop strings
+        self.tokenizer: Decoder | None = None  # needed by requests with stop strings
         self._stop_text: dict[str, StopTextMatcher] = {}
         self.requests: dict[str, Request] = {}
         self._unread: deque[list[_Launch]] = deque()  # one list a turn, oldest first

@@ -10,6 +10,7 @@ from typing import Any
 
 from eyas.config import ConfigError, EngineConfig
 from eyas.engine.load import LoadedEngine, load_engine
+from eyas.engine.stop_text import StopHoldback, cut_at_stop
 from eyas.engine.tokenizer import Detokenizer, Tokenizer
 from eyas.models.embedded import Progress
 from eyas.types import EyasError, FinishReason, RequestOutput, SamplingParams, StepOutput
@@ -37,7 +38,7 @@ class LLM:
         self.engine = self._loaded.engine
         self.report = self._loaded.report
         self.seconds = self._loaded.seconds
-        self.tokenizer = Tokenizer(self._loaded.folder)
+        self.tokenizer = self.engine.tokenizer = Tokenizer(self._loaded.folder)
         self._ids = itertools.count()
 
     def generate(
@@ -47,7 +48,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts (texts or token ids), all in one batch; results in order.
 
-        params: one for all, or one a prompt; default SamplingParams().
+        params: one for all, or one a prompt; default SamplingParams(). With n answers a prompt
+        they follow one another (RequestOutput.index).
         """
         many = _as_list(prompts)
         outputs = {int(o.request_id): o for o in self._run(many, _params_for(many, params))}
@@ -64,17 +66,21 @@ class LLM:
     ) -> Iterator[tuple[str, StepOutput]]:
         """Pieces of one answer: (new text, what the engine told), the last with a finish reason.
 
-        Leaving the iterator early aborts the request.
+        Leaving the iterator early aborts the request. Raises EyasError for n > 1.
         """
+        params = params or SamplingParams()
+        if params.n > 1:
+            raise EyasError("stream gives one answer: use generate for n > 1")
         request_id = str(next(self._ids))
-        self.engine.add(request_id, self._encode(prompt), params or SamplingParams())
-        detokenizer = Detokenizer(self.tokenizer)
+        self.engine.add(request_id, self._encode(prompt), params)
+        detokenizer, holdback = Detokenizer(self.tokenizer), StopHoldback(params.stop)
         try:
             while True:
                 for output in self.engine.step():
                     if output.request_id == request_id:
                         is_last = output.finish_reason is not None
-                        yield detokenizer.add(output.new_token_ids, is_last=is_last), output
+                        piece = detokenizer.add(output.new_token_ids, is_last=is_last)
+                        yield holdback.add(piece, is_last=is_last), output
                         if is_last:
                             return
         finally:
@@ -86,36 +92,52 @@ class LLM:
     def _run(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
     ) -> Iterator[RequestOutput]:
-        requests: dict[str, RequestOutput] = {}
+        requests: dict[str, tuple[RequestOutput, SamplingParams]] = {}
         try:
             for prompt, one in zip(prompts, params, strict=True):
-                request_id, token_ids = str(next(self._ids)), self._encode(prompt)
-                self.engine.add(request_id, token_ids, one)
-                requests[request_id] = RequestOutput(
-                    request_id, token_ids, [], "", FinishReason.ABORT
-                )
+                token_ids = self._encode(prompt)
+                for index, answer in enumerate(_answers(one)):
+                    request_id = str(next(self._ids))
+                    self.engine.add(request_id, token_ids, answer)
+                    output = RequestOutput(
+                        request_id, token_ids, [], "", FinishReason.ABORT, index=index
+                    )
+                    requests[request_id] = output, answer
             while requests:
                 for step in self.engine.step():
-                    output = requests.get(step.request_id)
-                    if output is None:
+                    if step.request_id not in requests:
                         continue
+                    output, answer = requests[step.request_id]
                     output.token_ids += step.new_token_ids
+                    output.logprobs += step.logprobs
                     if step.finish_reason is not None:
-                        yield self._finish(requests.pop(step.request_id), step)
+                        del requests[step.request_id]
+                        yield self._finish(output, answer, step)
         finally:
             for request_id in requests:
                 self.engine.abort(request_id)
 
-    def _finish(self, output: RequestOutput, step: StepOutput) -> RequestOutput:
+    def _finish(
+        self, output: RequestOutput, params: SamplingParams, step: StepOutput
+    ) -> RequestOutput:
         assert step.finish_reason is not None
         return dataclasses.replace(
             output,
-            text=self.tokenizer.decode(output.token_ids),
+            text=cut_at_stop(self.tokenizer.decode(output.token_ids), params.stop),
             finish_reason=step.finish_reason,
             num_rounds=step.num_rounds,
             num_round_tokens=step.num_round_tokens,
+            num_cached_tokens=step.num_cached_tokens,
             error=step.error,
         )
+
+
+def _answers(params: SamplingParams) -> list[SamplingParams]:
+    """One request an answer; answer i has seed + i, so that each can be had again alone."""
+    if params.n == 1:
+        return [params]
+    seeds = [None if params.seed is None else params.seed + i for i in range(params.n)]
+    return [dataclasses.replace(params, n=1, seed=seed) for seed in seeds]
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -97,7 +97,13 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
     )
     choose_layouts(target, draft, shape)
     worker = Worker(
-        cast(Target, target), draft, shape=shape, dtype=dtype, draft_dtype=dtype, device=device
+        cast(Target, target),
+        draft,
+        shape=shape,
+        dtype=dtype,
+        draft_dtype=dtype,
+        device=device,
+        simulate_acceptance=config.acceptance_rates(),
     )
     clock.lap("build")
     engine = Engine(
@@ -106,6 +112,7 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
         vocab_size=report.target.vocab_size,
         chunk_tokens=config.prefill_chunk_tokens,
         run_ahead=config.run_ahead,
+        prefix_caching=config.prefix_caching,
     )
     return LoadedEngine(engine, report, Path(config.model), clock.seconds)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eyas.engine.tokenizer import Detokenizer, Tokenizer
+from eyas.engine.tokenizer import Decoder, Detokenizer
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
@@ -16,7 +16,7 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
 class StopTextMatcher:
     """Watches the text of one request for its stop strings."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], *, min_tokens: int) -> None:
+    def __init__(self, tokenizer: Decoder, stop: Sequence[str], *, min_tokens: int) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._stop, self._min_tokens = stop, min_tokens
         self._longest = max(len(s) for s in stop)
@@ -36,3 +36,25 @@ class StopTextMatcher:
                 return number
             self._tail = window[max(0, len(window) - self._longest + 1) :]
         return None
+
+
+class StopHoldback:
+    """Keeps back what may be the beginning of a stop string, so that a stream never shows one."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop, self._held = stop, ""
+
+    def add(self, piece: str, *, is_last: bool = False) -> str:
+        """Text that may be shown now. is_last: nothing follows, so cut at the stop or show all."""
+        text = self._held + piece
+        cut = cut_at_stop(text, self._stop)
+        if is_last or len(cut) < len(text):
+            self._held = ""
+            return cut
+        longest = max((len(s) for s in self._stop), default=1) - 1
+        starts = range(max(0, len(text) - longest), len(text))
+        safe = next(
+            (i for i in starts if any(s.startswith(text[i:]) for s in self._stop)), len(text)
+        )
+        self._held = text[safe:]
+        return text[:safe]

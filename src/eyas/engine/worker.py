@@ -15,6 +15,7 @@ from eyas.contract.target import Target
 from eyas.kernels import SamplingMode
 from eyas.speculative.proposer import Proposer
 from eyas.speculative.round import PrefillChunk, RoundOutput, RoundRunner
+from eyas.speculative.simulate import SimulatedAcceptance
 from eyas.speculative.state import SlotSettings, SlotState
 from eyas.types import TokenLogprob
 
@@ -98,7 +99,10 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Worker:
-    """Runs prefill chunks and rounds. Results are not waited for: they come as `Pending`."""
+    """Runs prefill chunks and rounds. Results are not waited for: they come as `Pending`.
+
+    simulate_acceptance: chances by draft level of the worker's tree (benchmarks).
+    """
 
     def __init__(
         self,
@@ -109,6 +113,7 @@ class Worker:
         dtype: torch.dtype,
         draft_dtype: torch.dtype,
         device: torch.device | str,
+        simulate_acceptance: tuple[float, ...] | None = None,
     ) -> None:
         self.shape, self.draft = shape, draft
         self._device = torch.device(device)
@@ -135,6 +140,9 @@ class Worker:
             backend=TorchBackend(self.target_pool),
             state=self.state,
             proposer=self.proposer,
+            simulated=None
+            if simulate_acceptance is None
+            else SimulatedAcceptance(simulate_acceptance, device=device),
         )
 
     def _pool(self, model: Target | Draft, dtype: torch.dtype) -> KVPool:

@@ -26,6 +26,7 @@ from eyas.kernels import SamplingMode
 from eyas.speculative.backend import Backend
 from eyas.speculative.proposer import Proposer
 from eyas.speculative.sampler import Sampler
+from eyas.speculative.simulate import SimulatedAcceptance
 from eyas.speculative.state import SlotState
 from eyas.speculative.tree import Tree, chain_tree
 
@@ -67,10 +68,17 @@ class RoundRunner:
     """Runs rounds and prefill chunks over the slots of one worker. proposer: None without draft."""
 
     def __init__(
-        self, *, target: Target, backend: Backend, state: SlotState, proposer: Proposer | None
+        self,
+        *,
+        target: Target,
+        backend: Backend,
+        state: SlotState,
+        proposer: Proposer | None,
+        simulated: SimulatedAcceptance | None = None,
     ) -> None:
         self.target, self.backend, self.state = target, backend, state
         self.proposer, self.sampler = proposer, Sampler(state)
+        self.simulated = simulated
 
     def round(
         self, slots_B: Tensor, shape: TreeShape, *, max_kv_len: int, mode: SamplingMode
@@ -178,12 +186,16 @@ class RoundRunner:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(path_BE, emitted_BE, num_accepted_B); a slot's limit of drafted tokens cuts the walk:
         the choice at the last node kept is then the bonus token, as at any other node."""
-        path_BE, emitted_BE, num_accepted_B = kernels.walk_tree(
-            tree.token_BN,
-            tree.parent_BN,
-            chosen_T.view(-1, shape.num_nodes),
-            depth=shape.depth,
-        )
+        chosen_BN = chosen_T.view(-1, shape.num_nodes)
+        if self.simulated is not None and shape.depth:
+            accepted = self.simulated.accept(
+                self.state, slots_B, tree, chosen_BN, depth=shape.depth
+            )
+        else:
+            accepted = kernels.walk_tree(
+                tree.token_BN, tree.parent_BN, chosen_BN, depth=shape.depth
+            )
+        path_BE, emitted_BE, num_accepted_B = accepted
         return path_BE, emitted_BE, torch.minimum(num_accepted_B, self.state.max_draft_S[slots_B])
 
     def _commit(

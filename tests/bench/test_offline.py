@@ -180,6 +180,23 @@ def test_random_prompts(pair: tuple[str, str]) -> None:
     assert found.baseline == "eyas" and found.batches[0].results[0].acceptance is None
 
 
+def test_simulated_acceptance(pair: tuple[str, str]) -> None:
+    target, draft = pair
+    engine = EngineConfig(model=target, draft=draft, simulate_acceptance=(3.0,))
+    settings = OfflineSettings(
+        engine=engine, batch_sizes=(2,), random_prompts=True, new_tokens=128, repeats=1
+    )
+    found = run_offline(settings)
+    (batch,) = found.batches
+    acceptance = batch.results[1].acceptance
+    assert acceptance is not None and acceptance.is_simulated and acceptance.length is not None
+    assert 2.3 < acceptance.length < 3.7
+    assert batch.checks == ()  # the output is not the model's
+    console = Console(width=120, record=True, file=io.StringIO())
+    render(found, console)
+    assert "acceptance is simulated, the output is not the model's" in console.export_text()
+
+
 def test_too_few_new_tokens_to_time(pair: tuple[str, str]) -> None:
     settings = OfflineSettings(engine=EngineConfig(model=pair[0]), new_tokens=2, repeats=1)
     with pytest.raises(EyasError, match="--new-tokens is too low"):
@@ -197,7 +214,7 @@ def test_too_few_new_tokens_to_time(pair: tuple[str, str]) -> None:
         ({"new_tokens": 1}, "--new-tokens must be at least 2"),
         ({"batch_sizes": (1, 4), "num_prompts": 6}, "a multiple of every --batch"),
         ({"random_prompts": True, "prompts_file": Path("p")}, "exclude each other"),
-        ({"random_prompts": True, "engine": EngineConfig(model="m", draft="d")}, "leave --draft"),
+        ({"random_prompts": True, "engine": EngineConfig(model="m", draft="d")}, "leave one of"),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, object], message: str) -> None:
@@ -216,5 +233,6 @@ def test_without_draft_leaves_no_draft_setting() -> None:
         num_tree_nodes=9,
         draft_boundaries=(1, 2, 3),
         draft_norm_output=True,
+        simulate_acceptance=(2.0,),
     )
     assert without_draft(config) == EngineConfig(model="m", dtype="float32")

@@ -43,6 +43,11 @@ def test_acceptance_of_loops_alone_is_refused() -> None:
     assert Acceptance.of(sample(([1, 2] * 50, 25, 99))) == Acceptance(None, 1, 1)
 
 
+def test_simulated_acceptance_minds_no_loops() -> None:
+    acceptance = Acceptance.of(sample(([1, 2] * 50, 25, 50)), is_simulated=True)
+    assert acceptance == Acceptance(2.0, 1, 0, is_simulated=True)
+
+
 def test_joined_samples() -> None:
     both = Sample.joined([sample(([1], 1, 2)), sample(([2], 3, 4))])
     assert both.token_ids == [[1], [2]]

@@ -15,7 +15,6 @@ import torch
 
 from eyas.bench.results import Sample
 from eyas.bench.timing import TokenClock
-from eyas.cache.pages import PageAllocator
 from eyas.engine.llm import LLM
 from eyas.types import EyasError, SamplingParams
 
@@ -36,8 +35,10 @@ class Contender(Protocol):
 
 
 class EyasContender:
-    """Eyas as `eyas.LLM` runs it, timed at the engine: without tokenizer and prefix cache, which
-    transformers' figures do not include either."""
+    """Eyas as `eyas.LLM` runs it, timed at the engine, without tokenizer and detokenizer.
+
+    llm: without prefix cache, so that each run computes its prompts.
+    """
 
     def __init__(self, llm: LLM, *, name: str, drafts: bool) -> None:
         self._llm, self.name, self.drafts = llm, name, drafts
@@ -46,8 +47,6 @@ class EyasContender:
     def run(self, prompts: Sequence[Sequence[int]], num_new: int) -> Sample:
         """Submit the batch at once and step until all of it is done."""
         engine = self._llm.engine
-        # A fresh allocator knows no pages by content: each run computes its prompts.
-        engine.scheduler.allocator = PageAllocator(engine.worker.shape.num_pages)
         params = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True)
         outputs: dict[str, list[int]] = {}
         rounds: dict[str, tuple[int, int]] = {}
@@ -60,7 +59,7 @@ class EyasContender:
             for step in engine.step():
                 if step.error is not None:
                     raise EyasError(f"{self.name} failed in the benchmark: {step.error}")
-                assert not step.num_cached_tokens
+                assert not step.num_cached_tokens, "a prompt was not computed"
                 outputs[step.request_id] += step.new_token_ids
                 rounds[step.request_id] = (step.num_rounds, step.num_round_tokens)
                 clock.add_step(step)

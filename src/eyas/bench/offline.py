@@ -44,6 +44,7 @@ _DRAFT_SETTINGS = (
     "num_tree_nodes",
     "draft_boundaries",
     "draft_norm_output",
+    "simulate_acceptance",
 )
 
 
@@ -51,10 +52,10 @@ _DRAFT_SETTINGS = (
 class OfflineSettings:
     """What to run. Raises ConfigError on contradictions.
 
-    engine: of the contenders; max_batch_size becomes the largest of `batch_sizes`, and
-    max_model_len, where it is None, what the prompts need. prompt_tokens: None keeps the prompts
-    of a file as long as they are. num_prompts: a run takes that many, in batches; None: one batch.
-    threads: None leaves torch's number.
+    engine: of the contenders; max_batch_size becomes the largest of `batch_sizes`,
+    prefix_caching False and max_model_len, where it is None, what the prompts need.
+    prompt_tokens: None keeps the prompts of a file as long as they are. num_prompts: a run takes
+    that many, in batches; None: one batch. threads: None leaves torch's number.
     """
 
     engine: EngineConfig
@@ -88,10 +89,11 @@ class OfflineSettings:
             )
         if self.random_prompts and self.prompts_file is not None:
             raise ConfigError("--random-prompts and --prompts exclude each other: leave one out")
-        if self.random_prompts and self.engine.draft is not None:
+        is_real = self.engine.simulate_acceptance is None
+        if self.random_prompts and self.engine.draft is not None and is_real:
             raise ConfigError(
-                "--random-prompts times plain decoding only, as a draft's acceptance on them says "
-                "nothing: leave --draft out, or leave --random-prompts out"
+                "a draft's acceptance on --random-prompts says nothing: leave one of them out, or "
+                "set the acceptance with --simulate-acceptance"
             )
 
     def prompts_of(self, batch_size: int) -> int:
@@ -152,6 +154,7 @@ class _Bench:
         config = dataclasses.replace(
             config,
             max_batch_size=max(settings.batch_sizes),
+            prefix_caching=False,  # each run is to compute its prompts
             max_model_len=config.max_model_len or needed,
         )
         plain = _load(without_draft(config), progress)
@@ -167,6 +170,7 @@ class _Bench:
         if settings.against_transformers:
             self.transformers = TransformersContender(folder, dtype=self.dtype, device=self.device)
             self.contenders.append(self.transformers)
+        self.is_simulated = config.simulate_acceptance is not None
         self.baseline = self.transformers or self.contenders[0]
         assert plain.report.target is not None and plain.report.plan is not None
         self.cost: ReadCost = read_cost(
@@ -247,7 +251,7 @@ class _Bench:
                     first_token_seconds=Spread.of([s.rates.first_token_seconds for s in timed]),
                     ratio=None if is_baseline else Spread.of_ratios(speeds[contender.name], base),
                     ceiling_share=decode.median / ceiling.tokens_per_second,
-                    acceptance=Acceptance.of(timed[-1]) if contender.drafts else None,
+                    acceptance=self._acceptance(contender, timed[-1]),
                 )
             )
         outputs = {name: found[0].token_ids for name, found in samples.items()}
@@ -259,11 +263,20 @@ class _Bench:
             count_bigrams(outputs[self.baseline.name]),
         )
 
+    def _acceptance(self, contender: Contender, sample: Sample) -> Acceptance | None:
+        if not contender.drafts:
+            return None
+        return Acceptance.of(sample, is_simulated=self.is_simulated)
+
     def _compare(self, batch_size: int, outputs: dict[str, list[list[int]]]) -> list[OutputCheck]:
-        """Every contender against the baseline, and Eyas with a draft against itself without."""
+        """Every contender against the baseline, and Eyas with a draft against itself without.
+
+        Simulated acceptance emits drafts that the model did not choose: nothing to compare.
+        """
         plain = self.contenders[0].name
-        pairs = [(c.name, self.baseline.name) for c in self.contenders if c is not self.baseline]
-        pairs += [(c.name, plain) for c in self.contenders if c.drafts]
+        compared = [c for c in self.contenders if not (c.drafts and self.is_simulated)]
+        pairs = [(c.name, self.baseline.name) for c in compared if c is not self.baseline]
+        pairs += [(c.name, plain) for c in compared if c.drafts]
         return [
             compare_outputs(
                 (name, outputs[name]),

@@ -97,6 +97,8 @@ def _render_batch(batch: BatchResult, result: OfflineResult, console: Console) -
     for one in batch.results:
         if one.acceptance is not None and one.acceptance.num_looping:
             notes.append(_loop_note(one.contender, one.acceptance))
+        if one.acceptance is not None and one.acceptance.is_simulated:
+            notes.append(f"{one.contender}: acceptance is simulated, the output is not the model's")
     for note in notes:
         console.print(Text(f"  {note}"), soft_wrap=True)
 

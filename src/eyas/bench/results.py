@@ -55,23 +55,23 @@ class Spread:
 class Acceptance:
     """Tokens a target forward, the bonus token included, over the outputs that do not loop.
 
-    length: None when all of them loop, as the figure would say nothing.
+    length: None when all of them loop, as the figure would say nothing. A simulated acceptance
+    does not depend on the text: loops do not matter.
     """
 
     length: float | None
     num_outputs: int
     num_looping: int
+    is_simulated: bool = False
 
     @classmethod
-    def of(cls, sample: Sample) -> Acceptance:
+    def of(cls, sample: Sample, *, is_simulated: bool = False) -> Acceptance:
         """Of a run that counted its rounds."""
-        loops = [is_looping(output) for output in sample.token_ids]
+        loops = [not is_simulated and is_looping(output) for output in sample.token_ids]
         kept = [c for c, looping in zip(sample.rounds, loops, strict=True) if not looping]
-        num_rounds, num_tokens = (
-            (sum(column) for column in zip(*kept, strict=True)) if kept else (0, 0)
-        )
+        num_rounds, num_tokens = sum(c[0] for c in kept), sum(c[1] for c in kept)
         length = num_tokens / num_rounds if num_rounds else None
-        return cls(length, len(loops), sum(loops))
+        return cls(length, len(loops), sum(loops), is_simulated)
 
 
 @dataclasses.dataclass(frozen=True)

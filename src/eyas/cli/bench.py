@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shlex
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import typer
 from rich.console import Console
 
 from eyas.cli.errors import EXIT_FINDINGS
-from eyas.cli.flags import engine_flags, parse_integers
+from eyas.cli.flags import engine_flags, number_list
 from eyas.cli.progress import ProgressBars
 from eyas.config import EngineConfig
 from eyas.types import EyasError
@@ -22,11 +21,7 @@ bench_app = typer.Typer(no_args_is_help=True, help="Measure speed, with the outp
 
 Batch = Annotated[
     Any,
-    typer.Option(
-        parser=functools.partial(parse_integers, "--batch"),
-        metavar="INT,INT,...",
-        help="Requests at once, one table each.",
-    ),
+    typer.Option(help="Requests at once, one table each.", **number_list("--batch", int)),
 ]
 PromptTokens = Annotated[
     int | None,
@@ -48,7 +43,7 @@ JsonFile = Annotated[
 
 
 @bench_app.command()
-@engine_flags(without=("max_batch_size",))
+@engine_flags(without=("max_batch_size", "prefix_caching"))
 def offline(
     *,
     config: EngineConfig,

@@ -31,6 +31,7 @@ SAMPLING_HELP = {
     "repetition_penalty": "Divides the logits of tokens that were there before; 1 is off.",
     "seed": "Makes sampled text repeatable, the same with and without a draft.",
     "stop_token_ids": "Further tokens to stop at.",
+    "stop": "A text that ends the answer, without being part of it; may be repeated.",
     "ignore_eos": "Go on after the model's own end tokens.",
 }
 
@@ -70,7 +71,7 @@ def _replace(
         @functools.wraps(command)
         def run(**values: Any) -> Any:
             given = {field: values.pop(field) for field in parameters}
-            given = {field: value for field, value in given.items() if value is not None}
+            given = {field: _frozen(value) for field, value in given.items() if value is not None}
             return command(**values, **{name: settings(**given)})
 
         run.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
@@ -85,8 +86,9 @@ def flag_parameters(
 ) -> dict[str, inspect.Parameter]:
     """A typer parameter for each field of a dataclass that has a help text, by field name.
 
-    Fields without a default are arguments. Lists of integers are written 2,15,27; a setting that
-    may be True, False or None is --name/--no-name; a Literal lists its choices.
+    Fields without a default are arguments. Lists of numbers are written 2,15,27, lists of texts
+    by repeating the flag; what is on or undecided by default has --name and --no-name; a Literal
+    lists its choices.
     """
     hints = get_type_hints(settings)
     own = defaults or {}
@@ -108,19 +110,26 @@ def _parameter(name: str, hint: Any, default: Any, text: str) -> inspect.Paramet
     inner, is_optional = _without_none(hint)
     declared = flag
     more: dict[str, Any] = {}
-    if inner is bool and is_optional:
+    if inner is bool and (is_optional or default):
         declared = f"{flag}/--no-{flag[2:]}"
     elif get_origin(inner) is tuple:
-        assert get_args(inner) == (int, ...), f"no flag is known for {name}: {hint}"
-        parser = functools.partial(parse_integers, flag)
-        inner, more = str, {"parser": parser, "metavar": "INT,INT,..."}
+        element, *rest = get_args(inner)
+        assert element in (int, float, str) and rest == [...], f"no flag for {name}: {hint}"
+        if element is str:
+            inner = list[str]
+        else:
+            inner, more = str, number_list(flag, element)
         default, is_optional = default or None, True  # an empty default is shown as none
     else:
         known = inner in (bool, int, float, str) or get_origin(inner) is Literal
-        assert known, f"no flag is known for {name}: {hint}"
+        assert known, f"no flag for {name}: {hint}"
     option = typer.Option(declared, help=text, **more)
     annotation = _annotated(inner | None if is_optional else inner, option)
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _annotated(hint: Any, information: Any) -> Any:
@@ -132,17 +141,22 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
     if get_origin(hint) not in (Union, types.UnionType):
         return hint, False
     inner = [member for member in get_args(hint) if member is not type(None)]
-    assert len(inner) == 1, f"no flag is known for {hint}"
+    assert len(inner) == 1, f"no flag for {hint}"
     return inner[0], len(inner) < len(get_args(hint))
 
 
-def parse_integers(flag: str, text: Any) -> tuple[int, ...]:
-    """ "2,15,27" as (2, 15, 27). Raises typer.BadParameter that shows how to write it."""
-    if isinstance(text, tuple):  # a default
-        return text
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(
-            f"{text!r} is not a list of integers; write it like {flag} 2,15,27"
-        ) from None
+def number_list(flag: str, kind: type[int] | type[float]) -> dict[str, Any]:
+    """What typer.Option needs for numbers with commas between them, "2,15,27" as (2, 15, 27)."""
+    word, example = ("INT", "2,15,27") if kind is int else ("FLOAT", "0.8,0.7")
+
+    def numbers(text: Any) -> tuple[float, ...]:
+        if isinstance(text, tuple):  # a default
+            return text
+        try:
+            return tuple(kind(part) for part in text.split(","))
+        except ValueError:
+            raise typer.BadParameter(
+                f"{text!r} is no list of numbers; write it like {flag} {example}"
+            ) from None
+
+    return {"parser": numbers, "metavar": f"{word},{word},..."}

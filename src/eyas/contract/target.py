@@ -11,6 +11,7 @@ Shape suffixes: T tokens, H hidden, F captured features (number of boundaries ×
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -68,17 +69,34 @@ class Target(Protocol):
 
 
 def interface_members(interface: type) -> tuple[str, ...]:
-    """Names of all public members that an interface declares, in order of declaration."""
-    return tuple(
-        name
-        for name, value in vars(interface).items()
+    """Names of all public members that an interface declares or inherits, in that order."""
+    names = {
+        name: None
+        for base in reversed(interface.__mro__)
+        if base.__module__ not in ("builtins", "typing")
+        for name, value in vars(base).items()
         if not name.startswith("_") and (callable(value) or isinstance(value, property))
-    )
+    }
+    return tuple(names)
 
 
 def missing_members(model_class: type, interface: type = Target) -> tuple[str, ...]:
     """Members of `interface` that `model_class` lacks (on the class: nothing is instantiated)."""
-    return tuple(n for n in interface_members(interface) if getattr(model_class, n, None) is None)
+    return tuple(
+        name
+        for name in interface_members(interface)
+        if _implementation(model_class, name, interface) is None
+    )
+
+
+def _implementation(model_class: type, name: str, interface: type) -> Any:
+    """What a class defines under a name, or None; the interface's own stubs and the placeholders
+    of torch (nn.Module.forward) are no implementations."""
+    for base in model_class.__mro__:
+        is_placeholder = base in interface.__mro__ or base.__module__.startswith("torch.")
+        if name in vars(base) and not is_placeholder:
+            return vars(base)[name]
+    return None
 
 
 def _delegate(inner: str, name: str, declared: Any) -> Any:
@@ -106,14 +124,8 @@ def wrapper_of(inner: str, interface: type = Target) -> type:
 
         def __init_subclass__(cls, **kwargs: Any) -> None:
             super().__init_subclass__(**kwargs)
-            for name in interface_members(interface):
-                # Base classes such as nn.Module define unrelated placeholders (`forward`).
-                defined = any(name in vars(base) for base in cls.__mro__ if _is_ours(base))
-                if not defined:
-                    setattr(cls, name, _delegate(inner, name, vars(interface)[name]))
+            for name in missing_members(cls, interface):
+                declared = inspect.getattr_static(interface, name)
+                setattr(cls, name, _delegate(inner, name, declared))
 
     return Wrapper
-
-
-def _is_ours(base: type) -> bool:
-    return base is not object and not base.__module__.startswith("torch.")

@@ -23,7 +23,6 @@ def serve(
     ] = None,
 ) -> int:
     """Check, load and serve a model over an OpenAI-compatible API."""
-    from eyas.server import launch
+    from eyas.server import launch  # heavy: FastAPI, and torch behind it
 
-    code: int = launch.serve(config, host=host, port=port, served_model_name=served_model_name)
-    return code
+    return launch.serve(config, host=host, port=port, served_model_name=served_model_name)

@@ -187,6 +187,7 @@ def test_a_dead_engine_ends_the_process_with_its_reason(
                 in json.loads(lines[-1].removeprefix("data: "))["error"]["message"]
             )
             assert len(lines) > 1
+            await asyncio.sleep(0.4)  # probes come now and then
             health = await server.health_is("failed")
             assert health.status_code == 503
             assert "RuntimeError: rank 0 fell over" in health.json()["detail"]

@@ -54,7 +54,9 @@ class Engine:
         shape = worker.shape
         self.worker = worker
         self.max_model_len = shape.max_model_len
-        self._eos_token_ids, self._vocab_size = tuple(eos_token_ids), vocab_size
+        self._vocab_size = vocab_size
+        # A config may name an end token past the vocabulary: nothing can choose it.
+        self._eos_token_ids = tuple(t for t in eos_token_ids if t < vocab_size)
         self._run_ahead = run_ahead
         self.scheduler = Scheduler(
             PageAllocator(shape.num_pages),
@@ -116,6 +118,9 @@ class Engine:
         wrong = [t for t in params.logit_bias if not 0 <= t < self._vocab_size]
         if wrong:
             raise EyasError(f"logit_bias token {wrong[0]} is outside 0..{self._vocab_size - 1}")
+        wrong = [t for t in params.stop_token_ids if t >= self._vocab_size]
+        if wrong:
+            raise EyasError(f"stop token {wrong[0]} is outside 0..{self._vocab_size - 1}")
         max_new_tokens = room if params.max_tokens is None else params.max_tokens
         if max_new_tokens > room:
             raise EyasError(

@@ -153,6 +153,15 @@ def test_the_models_own_end_tokens_stop_too(w: World, tree: TreeShape) -> None:
     assert (result.tokens, result.finish) == (w.plain[EDGE][:50], FinishReason.LENGTH)
 
 
+@BOTH
+def test_an_end_token_past_the_vocabulary_is_never_met(w: World, tree: TreeShape) -> None:
+    """Configs name such tokens; with min_tokens they must not be looked up among the logits."""
+    stop, expected = new_stop(w, 3)
+    params = SamplingParams(max_tokens=50, min_tokens=1, temperature=0)
+    result = ask(w, tree, params, eos=(VOCAB, stop, VOCAB + 9))
+    assert (result.tokens, result.finish) == (expected, FinishReason.STOP)
+
+
 @RUN_AHEAD
 @pytest.mark.parametrize("tree", [PLAIN, CHAIN, TREE], ids=["plain", "chain", "tree"])
 def test_max_tokens_at_every_offset_of_a_block(w: World, tree: TreeShape, run_ahead: int) -> None:

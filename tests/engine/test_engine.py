@@ -251,9 +251,11 @@ def test_prefill_and_rounds_alternate() -> None:
 class TestRefusals:
     """Requests that can never run as asked are refused at once, with numbers that help."""
 
-    def refuse(self, match: str, prompt: list[int], **params: object) -> None:
+    def refuse(
+        self, match: str, prompt: list[int], *, vocab_size: int = VOCAB, **params: object
+    ) -> None:
         shape = worker_shape(PLAIN, num_pages=6, page_size=4, max_model_len=20)
-        engine, _ = make(shape, eos_token_ids=range(3))
+        engine, _ = make(shape, eos_token_ids=range(3), vocab_size=vocab_size)
         with pytest.raises(EyasError, match=match):
             engine.add("a", prompt, SamplingParams(**params))  # type: ignore[arg-type]
         assert not engine.has_work and not engine.requests
@@ -268,6 +270,10 @@ class TestRefusals:
     def test_a_bias_outside_the_vocabulary(self) -> None:
         self.refuse("logit_bias token 5 is outside 0..4", [0], logit_bias={VOCAB: 1.0})
 
+    def test_a_stop_token_outside_the_vocabulary(self) -> None:
+        """It would index past the logits as soon as any request of the batch has min_tokens."""
+        self.refuse("stop token 5 is outside 0..4", [0], stop_token_ids=(1, VOCAB), max_tokens=1)
+
     @pytest.mark.parametrize("length", [20, 21])
     def test_a_prompt_that_leaves_no_room(self, length: int) -> None:
         self.refuse(f"the prompt has {length} tokens, the model length is 20", [1] * length)
@@ -279,7 +285,10 @@ class TestRefusals:
         self.refuse("needs 5 KV pages and the cache has 4", [1] * 5, max_tokens=12)
 
     def test_too_many_stop_tokens(self) -> None:
-        self.refuse("33 stop token ids, at most 32", [1], stop_token_ids=range(33), max_tokens=1)
+        stops = tuple(range(1, 33))  # token 0 is an end token
+        self.refuse(
+            "33 stop token ids, at most 32", [1], vocab_size=40, stop_token_ids=stops, max_tokens=1
+        )
 
     def test_stop_strings_without_a_tokenizer(self) -> None:
         self.refuse("stop strings need the model's tokenizer", [1], stop=("x",), max_tokens=1)

@@ -1,0 +1,276 @@
+"""The round can be captured: no host synchronisation, no shape that depends on data (D15).
+
+Two nets over the same rounds: a dispatch mode that sees every operator, and the meta device, on
+which a value that is asked for does not exist.
+"""
+
+import copy
+import dataclasses
+import types
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import pytest
+import torch
+from fixtures.tiny import make_engine, random_prompts, run, scripted, worker_shape, wrong_sequence
+from fixtures.world import World, world
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from eyas.config import PLAIN, TreeShape
+from eyas.engine.worker import Worker
+from eyas.kernels import SamplingMode
+from eyas.types import SamplingParams
+
+# Read a value on the host, make a shape of data, or copy a host value to the device.
+BANNED = {
+    "_local_scalar_dense",  # .item(), bool(), int(), float(), `if tensor`
+    "nonzero",
+    "nonzero_static",
+    "masked_select",
+    "unique_consecutive",
+    "_unique",
+    "_unique2",
+    "unique_dim",
+    "bincount",
+    "lift_fresh",  # torch.tensor of a Python value
+    "is_nonzero",
+    "equal",
+    "allclose",
+    "_assert_async",
+    "histc",
+    "argwhere",
+    "pin_memory",
+    "masked_scatter",
+}
+# By a tensor of counts; by an int it is an expand.
+BANNED_OVERLOADS = {"aten.repeat_interleave.Tensor", "aten.repeat_interleave.self_Tensor"}
+INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
+
+
+class CaptureError(AssertionError):
+    """An operator that a CUDA graph cannot hold."""
+
+
+class CaptureGuard(TorchDispatchMode):
+    """Refuses operators that synchronise or have data-dependent shapes; records all the others
+    as (name, shapes and dtypes of what goes in and comes out, plain arguments)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace: list[tuple[object, ...]] = []
+
+    def __torch_dispatch__(  # noqa: D105
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        leaves = tree_leaves((args, kwargs or {}))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if name in BANNED or str(func) in BANNED_OVERLOADS:
+            raise CaptureError(f"aten.{name} in the round")
+        if name in INDEXING and any(
+            t is not None and t.dtype in (torch.bool, torch.uint8) for t in tree_leaves(args[1])
+        ):
+            raise CaptureError(f"aten.{name} by a boolean mask in the round")
+        if len({t.device for t in tensors if t.dim()}) > 1:
+            raise CaptureError(f"aten.{name} between devices in the round")
+        out = func(*args, **(kwargs or {}))
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+        shapes = [(tuple(t.shape), t.dtype) for t in (*tensors, *results)]
+        self.trace.append((str(func), repr(plain), tuple(shapes)))
+        return out
+
+
+VIOLATIONS: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool(x.any()),
+    "int": lambda x: int(x[0]),
+    "if": lambda x: 1 if (x > 0).all() else 0,
+    "slice by a value": lambda x: x[: x.argmax()],
+    "nonzero": lambda x: x.nonzero(),
+    "where alone": lambda x: torch.where(x > 0),
+    "mask": lambda x: x[x > 0],
+    "mask assignment": lambda x: x.clone().index_put_((x > 0,), torch.zeros(())),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "unique": lambda x: x.unique(),
+    "unique_consecutive": lambda x: x.unique_consecutive(),
+    "from a list": lambda x: x + torch.tensor([1.0, 2.0, 3.0]),
+    "a list as an index": lambda x: x[[0, 2]],
+    "repeats by a tensor": lambda x: x.repeat_interleave((x > 0).long()),
+    "bincount": lambda x: (x > 0).long().bincount(),
+    "to another device": lambda x: x.to("meta") + 1,
+    "split by a value": lambda x: x.split(x.long().tolist()),
+    "equal": lambda x: torch.equal(x, x + 1),
+}
+
+
+@pytest.mark.parametrize("name", list(VIOLATIONS))
+def test_the_guard_sees_violations(name: str) -> None:
+    """Each of them, or the meta device does: `tolist` goes past the dispatcher on a CPU."""
+    function = VIOLATIONS[name]
+    caught = False
+    try:
+        with CaptureGuard():
+            function(torch.tensor([1.0, 1.0, 1.0]))
+    except CaptureError:
+        caught = True
+    if not caught:
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            function(torch.ones(3, device="meta"))
+
+
+def test_the_guard_lets_ordinary_work_pass() -> None:
+    x, index = torch.arange(6.0).view(2, 3), torch.tensor([1, 0])
+    with CaptureGuard() as guard:
+        y = torch.where(x > 2, x, 0.0)[index]
+        y = y.repeat_interleave(2, dim=0) + torch.arange(3, device=x.device)
+        x[index] = y[:2].softmax(-1)
+    assert len(guard.trace) > 5
+
+
+SHAPES = {"plain": PLAIN, "chain": TreeShape(3, 1, 4), "tree": TreeShape(3, 3, 10)}
+MODES = {
+    "greedy": SamplingMode(),
+    "sampled": SamplingMode(noise=True),
+    "everything": SamplingMode(noise=True, truncate=True, penalize=True, bias=True, num_logprobs=4),
+}
+OPTIONS = SamplingParams(
+    max_tokens=200,
+    min_tokens=30,
+    temperature=0.8,
+    top_k=20,
+    top_p=0.9,
+    min_p=0.01,
+    presence_penalty=0.5,
+    frequency_penalty=0.3,
+    repetition_penalty=1.2,
+    logit_bias={3: 2.0, 9: -1.0},
+    seed=11,
+    logprobs=4,
+)
+GREEDY = SamplingParams(max_tokens=200, temperature=0)
+
+
+@pytest.fixture(scope="module")
+def w() -> World:
+    return world()
+
+
+def prepared(w: World, tree: TreeShape, *, seed: int, draft: object = None) -> Worker:
+    """A worker with three prompts in their slots (others of the same lengths for other seeds)."""
+    engine = make_engine(w.target, draft or w.draft, worker_shape(tree, num_slots=4))
+    for number, prompt in enumerate(random_prompts([5, 17, 40], seed=seed)):
+        engine.add(str(number), prompt, OPTIONS if number else GREEDY)
+    for _ in range(1 + seed % 2):
+        engine.step()
+    return engine.worker
+
+
+@torch.no_grad()  # composite operators come to the mode in parts, unlike in inference mode
+def trace_of(worker: Worker, tree: TreeShape, mode: SamplingMode) -> list[tuple[object, ...]]:
+    """Two rounds over the three slots and one of padding."""
+    slots_B = torch.tensor([2, 0, 1, worker.state.trash_slot])
+    with CaptureGuard() as guard:
+        for _ in range(2):
+            worker.runner.round(slots_B, tree, max_kv_len=128, mode=mode)
+    return guard.trace
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_the_round_neither_waits_nor_changes_shape(w: World, shape: str, mode: str) -> None:
+    """And it is the same sequence of operators and shapes for other requests, lengths and
+    acceptances: what was captured for one is right for the other."""
+    tree = SHAPES[shape]
+    first = trace_of(prepared(w, tree, seed=1), tree, MODES[mode])
+    second = trace_of(prepared(w, tree, seed=2), tree, MODES[mode])
+    assert len(first) > 100
+    assert first == second
+    half = len(first) // 2
+    assert first[:half] == first[half:]
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_finished_and_accepting_requests_take_the_same_path(w: World, shape: str) -> None:
+    """A perfect draft, and slots that have nothing to do."""
+    tree = SHAPES[shape]
+    usual = trace_of(prepared(w, tree, seed=1), tree, MODES["sampled"])
+    idle = prepared(w, tree, seed=1)
+    idle.state.active_S.fill_(False)
+    assert trace_of(idle, tree, MODES["sampled"]) == usual
+    prompts = random_prompts([5, 17, 40], seed=1)
+    options = [dataclasses.replace(o, max_tokens=50) for o in (GREEDY, OPTIONS, OPTIONS)]
+    answers = [g.tokens for g in run(make_engine(w.target), prompts, options)]
+    scripts = {
+        "right": [p + a for p, a in zip(prompts, answers, strict=True)],
+        "wrong": [wrong_sequence(p, a) for p, a in zip(prompts, answers, strict=True)],
+    }
+    traces, accepted = {}, {}
+    for name, script in scripts.items():
+        worker = prepared(w, tree, seed=1, draft=scripted(script))
+        before = worker.state.length_S.clone()
+        traces[name] = trace_of(worker, tree, MODES["everything"])
+        accepted[name] = (worker.state.length_S - before)[:3].tolist()
+    assert accepted == {"right": [2 * (tree.depth + 1)] * 3, "wrong": [2, 2, 2]}
+    assert traces["right"] == traces["wrong"]
+
+
+NO_STATE = (type, types.FunctionType, types.MethodType, types.ModuleType, torch.device, Enum)
+
+
+def on_meta(worker: Worker) -> Worker:
+    """A copy of a worker with every tensor of models, pools and state on the meta device."""
+    memo: dict[int, Any] = {}
+
+    def move(value: Any) -> Any:
+        if id(value) not in memo:
+            memo[id(value)] = value
+            if isinstance(value, nn.Parameter):
+                memo[id(value)] = nn.Parameter(value.data.to("meta"), requires_grad=False)
+            elif isinstance(value, Tensor):
+                memo[id(value)] = value.to("meta")
+            elif isinstance(value, dict):
+                memo[id(value)] = {key: move(item) for key, item in value.items()}
+            elif hasattr(value, "__dict__") and not isinstance(value, NO_STATE):
+                moved = memo[id(value)] = copy.copy(value)
+                for key, item in list(vars(value).items()):
+                    moved.__dict__[key] = move(item)
+        return memo[id(value)]
+
+    made: Worker = move(worker)
+    made.state.device = torch.device("meta")
+    return made
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("shape", list(SHAPES))
+@torch.inference_mode()
+def test_the_round_runs_without_values(w: World, shape: str, mode: str) -> None:
+    """On the meta device nothing can be read, so nothing is."""
+    tree = SHAPES[shape]
+    worker = on_meta(prepared(w, tree, seed=1))
+    slots_B = torch.empty(4, dtype=torch.int64, device="meta")
+    out = worker.runner.round(slots_B, tree, max_kv_len=128, mode=MODES[mode])
+    assert out.packed.is_meta and out.packed.shape == (4, tree.depth + 1 + 3)
+    if MODES[mode].num_logprobs is not None:
+        assert out.logprob is not None and out.logprob.shape == (4, tree.depth + 1, 5)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        out.packed.tolist()
+
+
+def test_the_guard_is_at_work_in_the_round(w: World) -> None:
+    """A synchronisation put into the round is found there."""
+    tree = SHAPES["tree"]
+    worker = prepared(w, tree, seed=1)
+    emit = worker.runner.sampler.emit
+
+    def with_a_peek(*args: Any, **kwargs: Any) -> Any:
+        result = emit(*args, **kwargs)
+        return result if result[0].sum() else result
+
+    worker.runner.sampler.emit = with_a_peek  # type: ignore[method-assign]
+    with pytest.raises(CaptureError, match="_local_scalar_dense"):
+        trace_of(worker, tree, MODES["greedy"])

@@ -1,6 +1,6 @@
 """Sampling processors as torch operations: exact, static in shape, without sorting a vocabulary.
 
-Order: logit bias, penalties, suppressed tokens, temperature, top-k, top-p, min-p. Ties at the
+Order: penalties, logit bias, suppressed tokens, temperature, top-k, top-p, min-p. Ties at the
 border of top-k and top-p are kept, so that the result does not depend on an order of ids.
 
 Shape suffixes: R rows, V vocabulary, M bias entries, C stop ids.
@@ -97,7 +97,8 @@ def truncate(scores_RV: Tensor, *, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Te
     kth_R = torch.where(top_k_R > 0, kth_R, off)
     scores_RV = scores_RV.masked_fill(scores_RV < kth_R[:, None], off)
     probability_RV = scores_RV.softmax(-1)
-    border_R = largest_threshold(scores_RV, probability_RV, top_p_R)
+    least = torch.finfo(torch.float32).tiny  # a top_p of 0 in fp32 keeps the best token as well
+    border_R = largest_threshold(scores_RV, probability_RV, top_p_R.clamp(min=least))
     border_R = torch.where(top_p_R < 1, border_R, off)
     floor_R = min_p_R * probability_RV.amax(-1)
     dropped_RV = (scores_RV < border_R[:, None]) | (probability_RV < floor_R[:, None])

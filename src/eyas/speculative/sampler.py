@@ -70,8 +70,10 @@ class Sampler:
             emitted_T = emitted_T + tree.depth_BN.reshape(-1)
         early_T1 = (emitted_T < state.min_tokens_S[slots_T])[:, None]
         stop_TM = state.stop_ids_SM[slots_T]
-        value_TM = torch.where(early_T1 & (stop_TM >= 0), float("-inf"), 0.0)
-        return logits_TV.scatter_add(1, stop_TM.clamp(min=0), value_TM)
+        # Padding is -1; a tokenizer may have end tokens past the model's rows.
+        known_TM = (stop_TM >= 0) & (stop_TM < logits_TV.shape[1])
+        value_TM = torch.where(early_T1 & known_TM, float("-inf"), 0.0)
+        return logits_TV.scatter_add(1, torch.where(known_TM, stop_TM, 0), value_TM)
 
     def _truncate(self, logits_TV: Tensor, temperature_T: Tensor, slots_T: Tensor) -> Tensor:
         """top-k, top-p and min-p on the tempered logits; the temperature is undone again, as the

@@ -86,7 +86,9 @@ def check_caches(engine: Engine, request: Request, want: Expected) -> int:
     return length
 
 
-def check_every_round(w: World, engine: Engine, draft: Eagle3Draft, slow: SlowDraft) -> None:
+def check_every_round(
+    w: World, engine: Engine, draft: Eagle3Draft, slow: SlowDraft
+) -> list[Request]:
     """Run the chosen prompts and compare all of them after every step."""
     wanted, requests = {}, []
     for index in CHOSEN:
@@ -103,6 +105,7 @@ def check_every_round(w: World, engine: Engine, draft: Eagle3Draft, slow: SlowDr
     assert len(lengths) > 60
     for request, index in zip(requests, CHOSEN, strict=True):
         assert request.output_token_ids == w.plain[index][:NUM_NEW]
+    return requests
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +139,25 @@ def test_after_preemption(w: World) -> None:
     victims = count_preemptions(engine)
     check_every_round(w, engine, w.draft, w.slow_draft)
     assert victims
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_with_cached_prefixes(w: World, page_size: int) -> None:
+    """Three requests whose beginnings others have left behind: the entry that links the cached
+    pages to what follows is made from the page's last state (D7; sglang#19796 is the NaN)."""
+    sizes = {"page_size": page_size, "num_pages": 1200 // page_size}
+    engine = make_engine(w.target, w.draft, worker_shape(SHAPES["tree"], **sizes))
+    hits = [index for index in CHOSEN if len(w.prompts[index]) > 16]
+    for index in hits:  # the same beginnings, another token at the end
+        prompt = w.prompts[index]
+        engine.add(f"before {index}", [*prompt[:-1], 63 - prompt[-1]], w.limited(1)[index])
+    while engine.has_work:
+        engine.step()
+    requests = check_every_round(w, engine, w.draft, w.slow_draft)
+    for index, request in zip(CHOSEN, requests, strict=True):
+        expected = (len(w.prompts[index]) - 1) // page_size * page_size if index in hits else 0
+        assert request.num_cached_tokens == expected
+    assert len(hits) == 3
 
 
 def test_of_a_modern_draft(w: World) -> None:

@@ -24,7 +24,7 @@ from rich.console import Console
 from eyas.config import EngineConfig
 from eyas.engine import check
 from eyas.engine.check import CheckReport, run_check
-from eyas.models import eagle3, llama
+from eyas.models import llama
 from eyas.models.checkpoint import Checkpoint
 from eyas.types import CheckError, Severity
 
@@ -157,72 +157,6 @@ def test_eagle1_draft(pair: tuple[Path, Path]) -> None:
     assert report.plan is None  # half a plan would be wrong
 
 
-@pytest.mark.parametrize(
-    ("side", "config"),
-    [(0, {"quantization_config": {"quant_method": "fp8"}}), (1, {"quantization_config": {"a": 1}})],
-)
-def test_quantization_is_refused_on_its_own_side(
-    pair: tuple[Path, Path], side: int, config: dict[str, Any]
-) -> None:
-    [write_target, write_draft][side](pair[side], config=config)  # type: ignore[operator]
-    report = checked(pair)
-    assert codes(report) == ["quantized-weights"]
-    assert report.findings[0].subject == ["target", "draft"][side]
-
-
-def test_integer_weights_are_refused(pair: tuple[Path, Path]) -> None:
-    tensors = write_draft(pair[1])
-    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.int8)
-    write_weights(pair[1], tensors)
-    report = checked(pair)
-    assert codes(report) == ["tensors-wrong-dtype"]
-    assert "lm_head.weight is int8" in report.findings[0].message
-
-
-@pytest.mark.parametrize(
-    ("stored", "dtype", "is_warned"),
-    [
-        (torch.bfloat16, "float16", True),
-        (torch.bfloat16, "auto", False),
-        (torch.float16, "float16", False),
-        (torch.float16, "bfloat16", False),
-    ],
-)
-def test_float16_overflow(tmp_path: Path, stored: torch.dtype, dtype: Any, is_warned: bool) -> None:
-    write_target(tmp_path, dtype=stored)
-    report = checked((tmp_path, tmp_path), draft=None, dtype=dtype)
-    assert codes(report, Severity.WARNING) == (["dtype-overflow"] if is_warned else [])
-    assert report.ok
-
-
-def test_a_draft_of_another_dtype_is_no_matter(tmp_path: Path) -> None:
-    write_target(tmp_path / "target", dtype=torch.bfloat16)
-    write_draft(tmp_path / "draft", dtype=torch.float16, kind="bin")
-    assert checked((tmp_path / "target", tmp_path / "draft")).findings == ()
-
-
-def test_a_stored_tied_head_is_left_to_loading(tmp_path: Path) -> None:
-    tensors = write_target(tmp_path, TargetShape(tied=True))
-    head = tensors["model.embed_tokens.weight"].clone()
-    write_weights(tmp_path, tensors | {"lm_head.weight": head})
-    report = checked((tmp_path, tmp_path), draft=None)
-    assert report.ok and codes(report, Severity.SKIPPED) == ["tied-head-stored"]
-
-
-def test_windows(pair: tuple[Path, Path]) -> None:
-    write_draft(pair[1], config={"sliding_window": 128})
-    report = checked(pair)
-    assert codes(report) == ["sliding-window"]
-    assert "--max-model-len 128" in report.findings[0].hint
-    assert checked(pair, max_model_len=128).ok
-
-
-def test_lengths_that_a_scaling_reaches(tmp_path: Path) -> None:
-    write_target(tmp_path, config={"rope_scaling": None})
-    assert codes(checked((tmp_path, tmp_path), draft=None, max_model_len=513)) == ["model-length"]
-    assert checked((tmp_path, tmp_path), draft=None, max_model_len=512).ok
-
-
 def test_a_scaling_that_the_models_lack_is_a_finding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,22 +195,6 @@ def test_wrong_captures_are_seen(
     assert codes(checked(pair)) == ["capture-wrong"]
 
 
-def test_a_tied_head_that_is_not_the_draft_s_embedding(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    share = eagle3.Eagle3Draft.share_with_target
-
-    def wrong(self: Any, target: Any) -> None:
-        share(self, target)
-        self.lm_head.weight = torch.nn.Parameter(target.get_embed_and_head()[1], False)
-
-    monkeypatch.setattr(eagle3.Eagle3Draft, "share_with_target", wrong)
-    shape = DraftShape(hidden_size=48, has_embedding=True, has_head=False, has_map=False)
-    write_draft(pair[1], shape, config={"draft_vocab_size": None, "tie_word_embeddings": True})
-    report = checked(pair)
-    assert codes(report) == ["capture-wrong"] and "tied" in report.findings[0].message
-
-
 def test_no_device(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert codes(checked(pair, device="cuda")) == ["device-missing"]
@@ -304,13 +222,13 @@ def hinted(report: CheckReport) -> list[dict[str, int | None]]:
         ({"kv_cache_tokens": 9, "max_batch_size": 80}, ["max_batch_size", "kv_cache_tokens"]),
     ],
 )
-@pytest.mark.parametrize("budget", [2_500_000, 3_000_000, 4_000_000])
+@pytest.mark.parametrize("budget", [2_500_000, 4_000_000, 6_000_000])
 def test_too_little_memory_says_what_would_fit(
     pair: tuple[Path, Path], settings: dict[str, int], names: list[str], budget: int
 ) -> None:
     report = checked(pair, budget=budget, **settings)
     if report.ok:
-        assert budget == 4_000_000 and "max_model_len" in settings
+        assert budget == 6_000_000 and "max_model_len" in settings
         return
     assert codes(report) == ["memory"] and hinted(report)
     for offer in hinted(report):
@@ -326,7 +244,7 @@ def test_weights_that_do_not_fit_say_how_much_would(pair: tuple[Path, Path]) -> 
 
 
 def test_a_shorter_default_length_is_told(pair: tuple[Path, Path]) -> None:
-    report = checked(pair, budget=3_000_000)
+    report = checked(pair, budget=4_000_000)
     assert report.ok and codes(report, Severity.WARNING) == ["model-length-reduced"]
     assert report.plan is not None and 64 <= report.plan.max_model_len < 512
 

@@ -44,7 +44,7 @@ NEED = MemoryNeed(
     packed_bytes=3_000,
     target_layout=KVLayout(8, 2, 16, 16),
     draft_layout=KVLayout(1, 2, 16, 12),
-    dtype_bytes=2,
+    dtype=torch.bfloat16,
     tree=TreeShape(3, 2, 8),
     page_size=16,
     max_batch_size=4,
@@ -58,9 +58,9 @@ def need(**changes: object) -> MemoryNeed:
 
 
 def total(plan: MemoryPlan) -> int:
-    parts = ("target_weight_bytes", "draft_weight_bytes", "packed_bytes", "kv_bytes")
-    parts += ("scratch_bytes", "table_bytes", "activation_bytes")  # type: ignore[assignment]
-    return sum(getattr(plan, part) for part in parts)
+    parts = {k: v for k, v in dataclasses.asdict(plan).items() if k.endswith("_bytes")}
+    del parts["total_bytes"], parts["budget_bytes"]
+    return sum(parts.values())
 
 
 def test_pools_take_what_was_planned() -> None:
@@ -72,7 +72,7 @@ def test_pools_take_what_was_planned() -> None:
             num_pages=plan.num_pages,
             page_size=NEED.page_size,
             num_slots=NEED.max_batch_size + 1,
-            num_scratch_rows=NEED.num_scratch_rows,
+            num_scratch_rows=NEED.shape(4, 512).num_scratch_rows,
             dtype=torch.bfloat16,
             device="meta",
         )
@@ -125,10 +125,12 @@ def test_weights_alone_do_not_fit() -> None:
 
 def test_plain_decoding_needs_one_scratch_row() -> None:
     plain = need(draft=None, draft_layout=None, tree=PLAIN)
-    assert plain.num_scratch_rows == 1
     assert plain.bytes_per_token == 8 * 2 * 32 * 2
+    assert plain.scratch_bytes(4) == 5 * plain.bytes_per_token
+    assert plain.page_bytes == 16 * plain.bytes_per_token
     # A deep narrow tree runs more draft rows than it verifies.
-    assert need(tree=TreeShape(5, 8, 16)).num_scratch_rows == 32
+    deep = need(tree=TreeShape(5, 8, 16))
+    assert deep.scratch_bytes(4) == 5 * 32 * deep.bytes_per_token
 
 
 @given(

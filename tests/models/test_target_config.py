@@ -275,6 +275,9 @@ def test_quantization_is_named(tmp_path: Path) -> None:
     hf_quant_config = {"quantization": {"quant_algo": "NVFP4"}}
     (folder / "hf_quant_config.json").write_text(json.dumps(hf_quant_config))
     assert read_target_config(folder).quantization == "modelopt NVFP4"
+    (folder / "hf_quant_config.json").write_text("{")
+    with pytest.raises(CheckError, match=r"hf_quant_config\.json is not valid JSON"):
+        read_target_config(folder)
 
 
 @pytest.mark.parametrize(

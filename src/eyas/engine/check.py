@@ -20,16 +20,19 @@ from eyas.contract.draft import Draft
 from eyas.contract.target import Target, missing_members
 from eyas.engine.check_behaviour import report_behaviour
 from eyas.engine.check_coverage import report_coverage, report_vocab_maps
+from eyas.engine.check_explain import ExplainedModel, explain
+from eyas.engine.check_lengths import report_lengths
 from eyas.engine.check_plan import describe_draft, describe_plan, report_plan
-from eyas.engine.check_report import CheckReport
-from eyas.engine.device import memory_budget, resolve_device, resolve_dtype
+from eyas.engine.check_report import CheckReport, Section
+from eyas.engine.check_weights import report_dtype
+from eyas.engine.device import backends, memory_budget, resolve_device, resolve_dtype
 from eyas.engine.memory_plan import MemoryNeed, MemoryPlan, plan_memory
 from eyas.models.checkpoint import Checkpoint, CheckpointError, NoWeightsError
 from eyas.models.config import DraftConfig, ModelConfig
 from eyas.models.draft_config import inspect_draft
 from eyas.models.findings import Findings
 from eyas.models.registry import target_class
-from eyas.models.target_config import position_limit, read_target_config
+from eyas.models.target_config import read_target_config
 from eyas.models.weight_slots import weight_slots
 from eyas.types import CheckError, EyasError
 
@@ -70,6 +73,7 @@ class _Check:
         self.target, self.draft = _Side(), _Side()
         self.device: str | None = None
         self.dtype = torch.float32
+        self.need: MemoryNeed | None = None
         self.plan: MemoryPlan | None = None
 
     def run(self) -> CheckReport:
@@ -79,15 +83,16 @@ class _Check:
         self._check_target()
         if self.config.draft is not None:
             self._check_draft(self.config.draft)
-        self._check_lengths()
         self._check_behaviour()
         self._check_memory()
+        self._check_lengths()
         return CheckReport(
             findings=tuple(self.findings),
             target=self.target_config,
             draft=self.draft_config,
             plan=self.plan,
             facts=self.facts,
+            sections=self._explain(),
             seconds=time.perf_counter() - start,
         )
 
@@ -122,8 +127,9 @@ class _Check:
             self._build_target(self.target_config)
 
     def _build_target(self, target: ModelConfig) -> None:
-        self.dtype = resolve_dtype(self.config, target, self.target.checkpoint)
-        self._report_dtype("target", target, self.target.checkpoint)
+        checkpoint = self.target.checkpoint
+        self.dtype = resolve_dtype(self.config, target, checkpoint)
+        is_plain = report_dtype("target", target, checkpoint, self.dtype, self.findings)
         bias = ", tied head" if target.tie_word_embeddings else ""
         self.facts["target"] = (
             f"{target.architecture}: {target.num_layers} layers, hidden {target.hidden_size}, "
@@ -139,7 +145,8 @@ class _Check:
         self.target.model = self._build("target", model_class, target)
         if self.target.model is not None:
             self._measure(self.target)
-            report_coverage("target", self.target.model, self.target.checkpoint, self.findings)
+            if is_plain:
+                report_coverage("target", self.target.model, checkpoint, self.findings)
 
     def _check_draft(self, folder: str) -> None:
         from eyas.models.eagle3 import Eagle3Draft
@@ -160,14 +167,16 @@ class _Check:
         draft = reading.config
         if draft is None:
             return
-        self._report_dtype("draft", draft.decoder, reading.checkpoint)
+        checkpoint = reading.checkpoint
+        is_plain = report_dtype("draft", draft.decoder, checkpoint, self.dtype, self.findings)
         self.facts["draft"] = describe_draft(draft)
         self.facts["boundaries"] = f"{list(draft.boundaries)}: {draft.boundary_rule}"
         self._report_interface("draft", Eagle3Draft, Draft)
         self.draft.model = self._build("draft", Eagle3Draft, draft)
         if self.draft.model is not None:
             self._measure(self.draft)
-            report_coverage("draft", self.draft.model, reading.checkpoint, self.findings)
+            if is_plain:
+                report_coverage("draft", self.draft.model, checkpoint, self.findings)
 
     def _report_interface(self, subject: str, model_class: type, interface: type) -> None:
         missing = missing_members(model_class, interface)
@@ -195,52 +204,33 @@ class _Check:
             torch.Size(slot.shape).numel() * slot.dtype.itemsize for slot in slots
         )
 
-    def _report_dtype(
-        self, subject: str, model: ModelConfig, checkpoint: Checkpoint | None
-    ) -> None:
-        if model.quantization is not None:
-            self.findings.error(
-                subject,
-                "quantized-weights",
-                f"the {subject}'s weights are quantized ({model.quantization}), which is not "
-                "supported yet",
-                "use the bfloat16 version of the checkpoint",
-            )
-        stored = {info.dtype for info in (checkpoint.tensors if checkpoint else {}).values()}
-        if self.dtype == torch.float16 and (model.dtype == "bfloat16" or "bfloat16" in stored):
-            self.findings.warn(
-                subject,
-                "dtype-overflow",
-                f"the {subject}'s weights are bfloat16 and would run in float16, whose largest "
-                "number is 65504",
-                "use --dtype bfloat16 unless NaN never shows",
-            )
-
     def _check_lengths(self) -> None:
-        target, asked = self.target_config, self.config.max_model_len
+        """After the memory plan, which may have cut the length that will be served."""
+        target, asked, plan = self.target_config, self.config.max_model_len, self.plan
         if target is None:
             return
-        limit = position_limit(target)
-        if asked is not None and asked > limit:
-            self.findings.error(
-                "settings",
-                "model-length",
-                f"--max-model-len {asked} is above the {limit} positions of the target's rotary "
-                "embedding",
-                f"use at most {limit}, or a config.json with a rope scaling that reaches further",
-            )
-        length = asked or target.max_position_embeddings
-        draft = self.draft_config.decoder if self.draft_config else None
-        for subject, model in (("target", target), ("draft", draft)):
-            window = model.sliding_window if model else None
-            if window is not None and window < length:
-                self.findings.error(
-                    subject,
-                    "sliding-window",
-                    f"the {subject} attends within a window of {window} tokens, and the model "
-                    f"length is {length}; windows are not supported yet",
-                    f"set --max-model-len {window}, where the window has no effect",
-                )
+        served = plan.max_model_len if plan is not None and plan.fits else None
+        self.facts["positions"] = report_lengths(
+            target,
+            self.draft_config,
+            asked=asked,
+            served=served or asked or target.max_position_embeddings,
+            findings=self.findings,
+        )
+
+    def _explain(self) -> tuple[Section, ...]:
+        sides = []
+        if self.target_config is not None:
+            sides.append(("target", self.target_config, self.target))
+            if self.draft_config is not None:
+                sides.append(("draft", self.draft_config.decoder, self.draft))
+        models = [
+            ExplainedModel(role, config, side.model, side.checkpoint)
+            for role, config, side in sides
+        ]
+        if not models:
+            return ()
+        return explain(models, self.draft_config, self.need, self.plan, self.device)
 
     def _check_behaviour(self) -> None:
         target = self.target_config
@@ -259,12 +249,13 @@ class _Check:
         if self.config.draft is not None and self.draft.model is None:
             return  # half a plan would be wrong
         self.facts["device"] = f"{device}, {str(self.dtype).removeprefix('torch.')}"
+        self.facts["backends"] = "; ".join(f"{k}: {v}" for k, v in backends(device).items())
         tree = self.config.tree_shape()
         shape = "chain" if tree.is_chain else "tree"
         self.facts["round"] = (
             f"{shape} of {tree.num_nodes} nodes, depth {tree.depth}" if tree.depth else "plain"
         )
-        need = MemoryNeed(
+        self.need = need = MemoryNeed(
             target=target,
             draft=self.draft_config,
             target_weight_bytes=self.target.weight_bytes,
@@ -272,7 +263,7 @@ class _Check:
             packed_bytes=self._packed_bytes(device),
             target_layout=self.target.model.kv_layout,
             draft_layout=self._draft_layout(),
-            dtype_bytes=self.dtype.itemsize,
+            dtype=self.dtype,
             tree=tree,
             page_size=self.config.page_size,
             max_batch_size=self.config.max_batch_size,

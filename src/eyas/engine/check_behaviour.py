@@ -9,7 +9,10 @@ Shape suffixes: T tokens, F captured features, H hidden.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from eyas.models.config import DraftConfig, ModelConfig, RopeConfig
 from eyas.models.findings import Findings
 
 NUM_TOKENS, VOCAB = 3, 32
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
 
 
 class _NoAttention:
@@ -37,15 +41,16 @@ def report_behaviour(
 ) -> None:
     """Run tiny instances and report what they do wrong. draft: None tries the target alone."""
     generator = torch.Generator().manual_seed(0)
-    small = _shrink(target)
     last = target.num_layers
     boundaries = draft.boundaries if draft is not None else tuple(sorted({0, last // 2, last}))
     tokens_T = torch.arange(NUM_TOKENS)
     try:
-        model = _build(target_class, small, generator)
-        features_TF, stream = _capture(model, tokens_T, boundaries, last)
+        model = _build(target_class, _shrink(target), generator)
+        features_TF = _capture(model, tokens_T, boundaries)
         embed_TH = model.get_embed_and_head()[0][tokens_T]
-        problem = _compare(features_TF, stream, boundaries, embed_TH)
+        problem = _compare(model, tokens_T, features_TF, boundaries, embed_TH)
+        for boundary in sorted({*boundaries, 0, last}):
+            problem = problem or _misplaced(model, tokens_T, boundary, embed_TH)
         if problem is None and draft is not None:
             problem = _run_draft(model, draft, features_TF, generator)
     except Exception as error:  # whatever a model raises is what is to be reported
@@ -86,53 +91,76 @@ def _build(model_class: Any, config: Any, generator: torch.Generator) -> Any:
     return model
 
 
-@torch.inference_mode()
-def _capture(
-    model: Any, tokens_T: Tensor, boundaries: tuple[int, ...], last: int
-) -> tuple[Tensor | None, dict[int, Tensor | None]]:
-    """(features with all boundaries captured at once, [T, H] of each one captured alone, the
-    first and the last of the model among them)."""
-    attention = _NoAttention()
-
-    def run(chosen: tuple[int, ...]) -> Tensor | None:
-        model.set_eagle3_layers_to_capture(chosen)
-        features: Tensor | None = model.forward(tokens_T, tokens_T, attention).features_TF
-        return features
-
-    ends = sorted({*boundaries, 0, last})
-    return run(boundaries), {boundary: run((boundary,)) for boundary in ends}
+@torch.no_grad()
+def _capture(model: Any, tokens_T: Tensor, boundaries: tuple[int, ...]) -> Tensor | None:
+    """Features of the boundaries, lowest first."""
+    model.set_eagle3_layers_to_capture(boundaries)
+    features: Tensor | None = model.forward(tokens_T, tokens_T, _NoAttention()).features_TF
+    return features
 
 
 def _compare(
+    model: Any,
+    tokens_T: Tensor,
     features_TF: Tensor | None,
-    stream: dict[int, Tensor | None],
     boundaries: tuple[int, ...],
     embed_TH: Tensor,
 ) -> str | None:
-    """What is wrong with captured states, None when all is well."""
+    """What is wrong with the number and the order of captured states, None when all is well."""
     hidden_size = embed_TH.shape[1]
     found = None if features_TF is None else list(features_TF.shape)
     if features_TF is None or found != [NUM_TOKENS, len(boundaries) * hidden_size]:
         return f"{len(boundaries)} states of {hidden_size} are captured as {found}"
-    for boundary, state_TH in stream.items():
-        if state_TH is None or state_TH.shape != embed_TH.shape:
-            return f"boundary {boundary} alone is not captured"
-    if not torch.equal(_at(stream, 0), embed_TH):
-        return "boundary 0 is not the embedding: another layer is captured than the one asked for"
     states = torch.split(features_TF, hidden_size, dim=1)
     for boundary, state_TH in zip(boundaries, states, strict=True):
-        if not torch.equal(state_TH, _at(stream, boundary)):
+        alone_TH = _capture(model, tokens_T, (boundary,))
+        if alone_TH is None or not torch.equal(state_TH, alone_TH):
             return f"boundary {boundary} is not in its place among the captured states"
-    sums = {boundary: _at(stream, boundary).sum().item() for boundary in stream}
-    if len(set(sums.values())) < len(sums):
-        return f"boundaries {sorted(sums)} are not all different"
     return None
 
 
-def _at(stream: dict[int, Tensor | None], boundary: int) -> Tensor:
-    state_TH = stream[boundary]
-    assert state_TH is not None
-    return state_TH
+def _misplaced(model: Any, tokens_T: Tensor, boundary: int, embed_TH: Tensor) -> str | None:
+    """Whether a boundary is the residual stream with exactly the layers below it in it.
+
+    A layer whose weights are all zero passes the stream on as it is.
+    """
+    last = model.num_layers
+
+    def state(active: range, at: int = boundary) -> Tensor | None:
+        with _only(model, active):
+            return _capture(model, tokens_T, (at,))
+
+    def same(one: Tensor | None, other: Tensor | None) -> bool:
+        return one is not None and other is not None and torch.equal(one, other)
+
+    if not same(state(range(boundary, last)), embed_TH):
+        return (
+            f"boundary {boundary} is not the residual stream, or holds more than the layers below "
+            "it"
+        )
+    if boundary and same(state(range(boundary - 1, boundary)), embed_TH):
+        return f"boundary {boundary} does not hold what layer {boundary - 1} adds"
+    below = range(boundary)
+    if not same(state(below), state(below, last)):
+        return f"boundary {boundary} does not hold all that the layers below it add"
+    return None
+
+
+@contextlib.contextmanager
+def _only(model: nn.Module, active: range) -> Iterator[None]:
+    """Zero weights in all layers but the active ones, for a while."""
+    silenced = [
+        parameter
+        for name, parameter in model.named_parameters()
+        if (match := _LAYER.match(name)) and int(match[1]) not in active
+    ]
+    saved = [parameter.detach().clone() for parameter in silenced]
+    with torch.no_grad():
+        for parameter in silenced:
+            parameter.zero_()
+        yield
+        for parameter, value in zip(silenced, saved, strict=True):
+            parameter.copy_(value)
 
 
 @torch.inference_mode()
@@ -152,9 +180,6 @@ def _run_draft(
     )
     model = _build(Eagle3Draft, small, generator)
     model.share_with_target(target)
-    tied = small.decoder.tie_word_embeddings and not small.has_head
-    if tied and model.lm_head.weight.data_ptr() != model.embed_tokens.weight.data_ptr():
-        return "the draft's head is tied, and it takes another one than its embedding"
     tokens_T, attention = torch.arange(NUM_TOKENS), _NoAttention()
     hidden_TH = model.combine(features_TF)
     output = model.forward(tokens_T, hidden_TH, tokens_T, tokens_T, attention)

@@ -3,6 +3,8 @@ weight files."""
 
 from __future__ import annotations
 
+import re
+
 from torch import nn
 
 from eyas.models.checkpoint import Checkpoint
@@ -12,6 +14,8 @@ from eyas.models.findings import Findings
 from eyas.models.loader import Coverage, cover, group_names, weight_slots
 from eyas.models.vocab_map import map_findings
 
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
+_HEAD = "lm_head.weight"
 _FC_INPUT = ("fc.", "input_norm.", "fc_norm.")
 _HINTS = {
     "missing": "the checkpoint is not complete, or its config.json describes another model",
@@ -30,13 +34,13 @@ def report_coverage(
     if checkpoint is None:
         return
     is_draft = subject == "draft"
-    coverage = cover(
-        weight_slots(model),
-        checkpoint.tensors,
-        rename=canonical_name if is_draft else None,
-    )
+    slots = weight_slots(model)
+    coverage = cover(slots, checkpoint.tensors, rename=canonical_name if is_draft else None)
     if is_draft:
         _drop_reported(coverage, findings)
+    else:
+        _report_layer_count(coverage, set(slots), set(checkpoint.tensors), findings)
+        _report_head(coverage, findings)
     for kind, line in coverage.lines().items():
         findings.error(subject, f"tensors-{kind}", line, _HINTS[kind])
     if coverage.tied:
@@ -64,6 +68,42 @@ def _drop_reported(coverage: Coverage, findings: Findings) -> None:
         for wrong in coverage.wrong_shape
         if not (canonical_name(wrong[0]) or "").startswith(settled)
     ]
+
+
+def _report_layer_count(
+    coverage: Coverage, built: set[str], stored: set[str], findings: Findings
+) -> None:
+    """A config.json of another number of layers, told once instead of tensor by tensor."""
+    built_layers, stored_layers = _layers(built), _layers(stored)
+    is_whole = stored_layers == set(range(len(stored_layers)))
+    if not stored_layers or not is_whole or stored_layers == built_layers:
+        return
+    findings.error(
+        "target",
+        "layer-count",
+        f"config.json says num_hidden_layers = {len(built_layers)}, the weights hold "
+        f"{len(stored_layers)} layers",
+        "correct it, or get the weights that belong to it; a draft's boundaries count from it too",
+    )
+    coverage.missing = [n for n in coverage.missing if _layers({n}) <= stored_layers]
+    coverage.left_over = [n for n in coverage.left_over if _layers({n}) <= built_layers]
+
+
+def _layers(names: set[str]) -> set[int]:
+    return {int(match[1]) for name in names if (match := _LAYER.fullmatch(name))}
+
+
+def _report_head(coverage: Coverage, findings: Findings) -> None:
+    """An untied head that is not stored, where all else is: the flag is wrong, not the file."""
+    if coverage.missing != [_HEAD]:
+        return
+    findings.error(
+        "target",
+        "head-missing",
+        f"config.json says tie_word_embeddings = false, and no {_HEAD} is stored",
+        "set it to true if the model's head is its embedding, else get the whole checkpoint",
+    )
+    coverage.missing = []
 
 
 def report_vocab_maps(

@@ -31,7 +31,9 @@ def describe_plan(plan: MemoryPlan) -> str:
         "draft": plan.draft_weight_bytes,
         "packed copies": plan.packed_bytes,
         "KV": plan.kv_bytes,
+        "page ends": plan.page_end_bytes,
         "scratch": plan.scratch_bytes,
+        "slots": plan.slot_bytes,
         "tables": plan.table_bytes,
         "activations": plan.activation_bytes,
     }
@@ -57,7 +59,8 @@ def report_plan(need: MemoryNeed, plan: MemoryPlan, findings: Findings) -> None:
             "model-length-reduced",
             f"one request of the target's {need.default_model_len} tokens does not fit: the model "
             f"length is {plan.max_model_len}",
-            "set --max-model-len to choose it, or use a device with more memory",
+            "set --max-model-len to choose it, lower --max-batch-size, or use a device with more "
+            "memory",
         )
     elif plan.kv_tokens < plan.max_model_len:
         findings.warn(
@@ -80,7 +83,7 @@ def _report_too_small(need: MemoryNeed, plan: MemoryPlan, findings: Findings) ->
             f"{format_bytes(least - need.weight_bytes)} more; {format_bytes(plan.budget_bytes)} "
             "are available",
             f"use a device with at least {format_bytes(least)} to spare"
-            + (", or --dtype bfloat16" if need.dtype_bytes > 2 else ""),
+            + (", or --dtype bfloat16" if need.dtype.itemsize > 2 else ""),
         )
         return
     findings.error(

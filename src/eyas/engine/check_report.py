@@ -12,9 +12,19 @@ from eyas.types import CheckError, Finding, Severity
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.SKIPPED: "cyan"}
 _ORDER = list(_STYLES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A table of `--explain`. Rows share their keys; those that end in "bytes" are sizes."""
+
+    title: str
+    note: str
+    rows: tuple[dict[str, Any], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +34,7 @@ class CheckReport:
     target, draft, plan: None where errors left nothing to show (draft: or none was asked for).
     facts: short texts by label, in the order of reading, for `render` and the log: what was
     chosen (device, dtype, boundaries and the rule behind them). seconds: how long the check took.
+    sections: the plan at length, for `render_explain`.
     """
 
     findings: tuple[Finding, ...]
@@ -32,6 +43,7 @@ class CheckReport:
     plan: MemoryPlan | None
     facts: dict[str, str]
     seconds: float
+    sections: tuple[Section, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -53,6 +65,7 @@ class CheckReport:
             "ok": self.ok,
             "findings": [dataclasses.asdict(finding) for finding in self.findings],
             "facts": self.facts,
+            "explain": [dataclasses.asdict(section) for section in self.sections],
             "plan": dataclasses.asdict(self.plan) if self.plan else None,
             "target": dataclasses.asdict(self.target) if self.target else None,
             "draft": dataclasses.asdict(self.draft) if self.draft else None,
@@ -85,6 +98,25 @@ class CheckReport:
                     console.print(Padding(Text(f"→ {finding.hint}"), (0, 0, 0, 2)))
         console.print(Text(self.summary(), style="green" if self.ok else "bold red"))
 
+    def render_explain(self, console: Console) -> None:
+        """Print the plan at length: boundaries and their rule, shapes, KV layouts, bytes by part,
+        backends. `to_dict` has the same under "explain"."""
+        from rich.table import Table
+        from rich.text import Text
+
+        for section in self.sections:
+            console.print(Text(section.title, style="bold"), Text(section.note), sep="  ")
+            columns = list(section.rows[0])
+            table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
+            for column in columns:
+                is_number = all(isinstance(row[column], int) for row in section.rows)
+                heading = column.removesuffix("_bytes").replace("_", " ")
+                table.add_column(heading, justify="right" if is_number else "left")
+            for row in section.rows:
+                table.add_row(*(_cell(column, row[column]) for column in columns))
+            console.print(table)
+            console.print()
+
     def summary(self) -> str:
         """One line: the verdict and the counts."""
         counts = []
@@ -98,6 +130,14 @@ class CheckReport:
         elif self.of(Severity.SKIPPED):
             verdict = "nothing wrong in what could be checked"
         return f"{verdict}: {', '.join(counts)} ({self.seconds:.1f} s)"
+
+
+def _cell(column: str, value: Any) -> Text:
+    from rich.text import Text
+
+    if isinstance(value, int) and column.endswith("bytes"):
+        return Text(format_bytes(value))
+    return Text(str(value))
 
 
 def format_bytes(num_bytes: int) -> str:

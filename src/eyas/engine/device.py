@@ -43,6 +43,18 @@ def resolve_dtype(
     return dtype
 
 
+def backends(device: str) -> dict[str, str]:
+    """What will compute, by part: the names of the log and of `--explain`."""
+    linear = "cuBLAS" if device == "cuda" else "torch"
+    if device == "cpu" and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        linear = "oneDNN, weights packed if that is faster when timed at load"
+    return {
+        "attention": "torch reference: pages gathered, scaled_dot_product_attention",
+        "kernels": "torch reference",
+        "linear layers": linear,
+    }
+
+
 def memory_budget(device: str) -> int | None:
     """Bytes that may be used on a device, some headroom left; None where it cannot be told."""
     available = _cuda_bytes() if device == "cuda" else _host_bytes()

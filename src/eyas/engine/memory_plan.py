@@ -1,35 +1,66 @@
 """How much memory an engine needs, before anything is allocated: a pure function of sizes.
 
     weights of both models (and second copies that the CPU's packed layout keeps)
-  + pages of both KV pools (target and draft share page ids, so one count serves both)
+  + pages of both KV pools (target and draft share page ids, so one count serves both), and of
+    each page the draft's input at its last token
   + scratch rows of every slot, in both pools
-  + rotary tables and page tables
-  + activations of the largest forward
+  + the state of every slot (penalty counts by token are the most of it) with its page table
+  + rotary tables
+  + activations of the largest forward (memory_activations)
 
-The activations are an upper estimate for the reference attention, which gathers the keys and
-values of one layer; everything else is exact.
+Everything but the activations is exact.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
+
+import torch
+from torch import Tensor
 
 from eyas.cache.pool import NUM_RESERVED_PAGES
 from eyas.config import MAX_TREE_NODES, TreeShape
 from eyas.contract.attention import KVLayout
+from eyas.engine.memory_activations import Activations
+from eyas.engine.worker import WorkerShape
 from eyas.models.config import DraftConfig, ModelConfig
+from eyas.speculative.state import SlotState
 
 MIN_MODEL_LEN = 64  # a device that holds less is called too small
 _MAX_BATCH = 1 << 16
-_LOGITS_BYTES = 12  # a logit in fp32, its noise and its perturbed score
+
+
+@functools.cache
+def slot_state_bytes(
+    *, vocab_size: int, draft_hidden_size: int, dtype: torch.dtype, topk: int
+) -> tuple[int, int]:
+    """(bytes of one slot's state without its page table, bytes of a page table's entry).
+
+    Read off the very tensors, made on the meta device.
+    """
+
+    def measure(max_pages: int) -> int:
+        state = SlotState(
+            num_slots=1,
+            max_pages=max_pages,
+            vocab_size=vocab_size,
+            draft_hidden_size=draft_hidden_size,
+            draft_dtype=dtype,
+            topk=topk,
+            device="meta",
+        )
+        return sum(value.nbytes for value in vars(state).values() if isinstance(value, Tensor))
+
+    return measure(0), measure(1) - measure(0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryNeed:
     """What the plan is made for. Sizes in bytes unless a name says otherwise.
 
-    target_layout, draft_layout: KV of one token. dtype_bytes: of weights, KV and activations.
+    target_layout, draft_layout: KV of one token. dtype: of weights, KV and activations.
     max_model_len: None takes the longest up to default_model_len that fits; a number must fit.
     kv_cache_tokens: None takes the whole batch at full length, or what fits.
     """
@@ -41,7 +72,7 @@ class MemoryNeed:
     packed_bytes: int
     target_layout: KVLayout
     draft_layout: KVLayout | None
-    dtype_bytes: int
+    dtype: torch.dtype
     tree: TreeShape
     page_size: int
     max_batch_size: int
@@ -59,60 +90,75 @@ class MemoryNeed:
     def bytes_per_token(self) -> int:
         """KV of one token in both pools."""
         draft = self.draft_layout.elements_per_token if self.draft_layout else 0
-        return (self.target_layout.elements_per_token + draft) * self.dtype_bytes
+        return (self.target_layout.elements_per_token + draft) * self.dtype.itemsize
+
+    @property
+    def page_end_bytes(self) -> int:
+        """The draft's input that a page keeps of its last token."""
+        return self.draft.decoder.hidden_size * self.dtype.itemsize if self.draft else 0
 
     @property
     def page_bytes(self) -> int:
-        """One page in both pools."""
-        return self.page_size * self.bytes_per_token
+        """One page in both pools, and what is kept beside it."""
+        return self.page_size * self.bytes_per_token + self.page_end_bytes
 
-    @property
-    def num_scratch_rows(self) -> int:
-        """Scratch rows a slot: the verified tree or the draft's own rows, the larger."""
-        return max(self.tree.num_nodes, self.tree.num_draft_rows, 1)
+    def shape(self, batch_size: int, model_len: int) -> WorkerShape:
+        """What a worker would be made with, pages for the whole batch at full length."""
+        return WorkerShape(
+            num_slots=batch_size,
+            num_pages=self.num_pages(batch_size, model_len),
+            page_size=self.page_size,
+            max_model_len=model_len,
+            tree=self.tree,
+        )
 
     def scratch_bytes(self, batch_size: int) -> int:
         """Scratch of all slots and the trash slot, in both pools."""
-        return (batch_size + 1) * self.num_scratch_rows * self.bytes_per_token
+        num_rows = self.shape(batch_size, 1).num_scratch_rows
+        return (batch_size + 1) * num_rows * self.bytes_per_token
 
-    def table_bytes(self, batch_size: int, model_len: int) -> int:
-        """Cosines and sines of both models by position, and the page tables (int64)."""
+    def slot_bytes(self, batch_size: int, model_len: int) -> int:
+        """State of all slots and the trash slot, page tables included."""
+        fixed, per_page = slot_state_bytes(
+            vocab_size=self.target.vocab_size,
+            draft_hidden_size=self.draft.decoder.hidden_size if self.draft else 1,
+            dtype=self.dtype,
+            topk=self.tree.topk,
+        )
+        num_pages = self.shape(batch_size, model_len).max_pages
+        return (batch_size + 1) * (fixed + num_pages * per_page)
+
+    def table_bytes(self, model_len: int) -> int:
+        """Cosines and sines of both models by position, and the target's id of each draft id."""
         heads = [self.target] + ([self.draft.decoder] if self.draft else [])
         width = sum(int(config.head_dim * config.rope.partial) for config in heads)
-        positions = model_len + MAX_TREE_NODES
-        num_pages = -(-(positions + 1) // self.page_size)
-        return 2 * positions * width * self.dtype_bytes + (batch_size + 1) * num_pages * 8
+        ids = self.draft.draft_vocab_size * torch.int64.itemsize if self.draft else 0
+        return 2 * (model_len + MAX_TREE_NODES) * width * self.dtype.itemsize + ids
 
     def num_pages(self, batch_size: int, model_len: int) -> int:
         """Pages that hold the whole batch at full length, the reserved ones included."""
         return batch_size * -(-model_len // self.page_size) + NUM_RESERVED_PAGES
 
-    def activation_bytes(self, batch_size: int, model_len: int) -> int:
-        """The largest forward: a round over the batch or a prompt chunk, whichever is larger."""
-        target, size = self.target, self.dtype_bytes
-        round_rows = batch_size * self.num_scratch_rows
-        chunk_rows = min(self.prefill_chunk_tokens, model_len)
-        width = 6 * target.hidden_size + 3 * target.intermediate_size
-        width += 3 * target.num_heads * target.head_dim
-        width += self.draft.num_features if self.draft else 0
-        layer = self.target_layout
-        gathered = layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) * size + 8
-        mask_copies = 1 + target.num_heads // target.num_kv_heads
-
-        def forward(rows: int, requests: int) -> int:
-            masks = rows * mask_copies * size
-            return rows * width * size + model_len * (requests * gathered + masks)
-
-        logits = round_rows * target.vocab_size * _LOGITS_BYTES
-        return max(forward(round_rows, batch_size) + logits, forward(chunk_rows, 1))
+    @functools.cached_property
+    def activations(self) -> Activations:
+        """What the forwards allocate."""
+        return Activations(
+            target=self.target,
+            draft=self.draft,
+            tree=self.tree,
+            page_size=self.page_size,
+            prefill_chunk_tokens=self.prefill_chunk_tokens,
+            dtype_bytes=self.dtype.itemsize,
+        )
 
     def total_bytes(self, batch_size: int, model_len: int, num_pages: int | None = None) -> int:
         """Everything, with pages for the whole batch at full length unless a count is given."""
         if num_pages is None:
             num_pages = self.num_pages(batch_size, model_len)
         fixed = self.weight_bytes + self.scratch_bytes(batch_size)
-        fixed += self.table_bytes(batch_size, model_len)
-        return fixed + self.activation_bytes(batch_size, model_len) + num_pages * self.page_bytes
+        fixed += self.slot_bytes(batch_size, model_len) + self.table_bytes(model_len)
+        fixed += self.activations.peak(batch_size, model_len)
+        return fixed + num_pages * self.page_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,6 +167,7 @@ class MemoryPlan:
 
     fits: whether it all goes into budget_bytes (always true when no budget is known).
     num_pages: of each pool, the reserved ones included. kv_tokens: tokens that they hold.
+    page_end_bytes: the draft's input at each page's end; slot_bytes: the state of all slots.
     longest_one: the longest model length if one request ran at a time; longest_batch: if all
     max_batch_size did at full length; largest_batch: requests at max_model_len. Each is 0 where
     nothing fits; None without a budget.
@@ -135,7 +182,9 @@ class MemoryPlan:
     packed_bytes: int
     kv_bytes: int
     kv_bytes_per_token: int
+    page_end_bytes: int
     scratch_bytes: int
+    slot_bytes: int
     table_bytes: int
     activation_bytes: int
     total_bytes: int
@@ -210,7 +259,8 @@ def _plan(
     longest_batch: int | None = None,
     largest_batch: int | None = None,
 ) -> MemoryPlan:
-    total = need.total_bytes(need.max_batch_size, model_len, num_pages)
+    batch = need.max_batch_size
+    total = need.total_bytes(batch, model_len, num_pages)
     return MemoryPlan(
         fits=budget_bytes is None or total <= budget_bytes,
         max_model_len=model_len,
@@ -219,11 +269,13 @@ def _plan(
         target_weight_bytes=need.target_weight_bytes,
         draft_weight_bytes=need.draft_weight_bytes,
         packed_bytes=need.packed_bytes,
-        kv_bytes=num_pages * need.page_bytes,
+        kv_bytes=num_pages * need.page_size * need.bytes_per_token,
         kv_bytes_per_token=need.bytes_per_token,
-        scratch_bytes=need.scratch_bytes(need.max_batch_size),
-        table_bytes=need.table_bytes(need.max_batch_size, model_len),
-        activation_bytes=need.activation_bytes(need.max_batch_size, model_len),
+        page_end_bytes=num_pages * need.page_end_bytes,
+        scratch_bytes=need.scratch_bytes(batch),
+        slot_bytes=need.slot_bytes(batch, model_len),
+        table_bytes=need.table_bytes(model_len),
+        activation_bytes=need.activations.peak(batch, model_len),
         total_bytes=total,
         budget_bytes=budget_bytes,
         longest_one=longest_one,

@@ -24,6 +24,12 @@ _NOT_WEIGHTS = re.compile(
 )
 
 
+# Names beside quantized weights, and tensors that are integers or constants in any checkpoint.
+_QUANTIZED = re.compile(r".*(scale|zero|absmax|quant|packed|qweight|g_idx|weight_shape).*", re.I)
+_NO_WEIGHTS = re.compile(r"(.*\.)?(d2t|t2d|rotary_emb\.inv_freq|masked_bias)")
+PLAIN_DTYPES = {"float64", "float32", "bfloat16", "float16"}
+
+
 class NoWeightsError(CheckpointError):
     """The folder holds no weight file at all (configuration files may be there)."""
 
@@ -82,6 +88,16 @@ class Checkpoint:
     def files(self) -> list[Path]:
         """The files that hold tensors, each once."""
         return list(dict.fromkeys(info.file for info in self.tensors.values()))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all weights are floats as they are: no packed integers, no scales beside them.
+        Vocabulary maps and constants do not count."""
+        return all(
+            info.dtype in PLAIN_DTYPES and not _QUANTIZED.fullmatch(name)
+            for name, info in self.tensors.items()
+            if not _NO_WEIGHTS.fullmatch(name)
+        )
 
     @property
     def num_bytes(self) -> int:

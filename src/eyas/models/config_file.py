@@ -190,10 +190,14 @@ def read_quantization(fields: Fields, folder: Path) -> str | None:
         if section:
             return str(section.get("quant_method") or section.get("quant_algo") or key)
     path = folder / "hf_quant_config.json"  # NVIDIA ModelOpt
-    if path.exists():
-        section = read_json(path).get("quantization") or {}
-        return f"modelopt {section.get('quant_algo', '')}".strip()
-    return None
+    if not path.exists():
+        return None
+    try:
+        section = Fields(read_json(path), where=path.name, subject=fields.subject)
+    except EyasError as error:
+        fields.problems.append(str(error))
+        return None
+    return f"modelopt {section.section('quantization').get('quant_algo', '')}".strip()
 
 
 def read_rope(fields: Fields, *, max_positions: int) -> RopeConfig:

@@ -10,16 +10,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from eyas.models.checkpoint import Checkpoint, CheckpointError, NoWeightsError
 from eyas.models.config import DraftConfig, ModelConfig
-from eyas.models.config_file import read_json, shape_problems
+from eyas.models.config_file import Fields, read_json, read_quantization, shape_problems
 from eyas.models.draft_kind import report_refused_kind
 from eyas.models.draft_layer import read_decoder, read_norm_flags
 from eyas.models.draft_names import canonical_name
 from eyas.models.draft_pairing import read_boundaries, read_target_width, read_vocabulary
 from eyas.models.draft_source import DraftSource
-from eyas.models.findings import Findings
+from eyas.models.findings import Findings, report_quantized
 from eyas.types import EyasError
 
 __all__ = ["DraftReading", "canonical_name", "inspect_draft", "read_draft_config"]
@@ -76,6 +77,8 @@ def inspect_draft(
     except EyasError as error:
         findings.error("draft", "config-unreadable", str(error))
         return reading
+    if _is_quantized(data, folder, reading.checkpoint, findings):
+        return reading
     tensors = reading.checkpoint.tensors if reading.checkpoint else {}
     shapes = {name: info.shape for name, info in tensors.items()}
     if report_refused_kind(data, shapes, findings, has_weights=reading.checkpoint is not None):
@@ -95,6 +98,21 @@ def _open_weights(folder: Path, findings: Findings) -> Checkpoint | None:
     except CheckpointError as error:
         findings.error("draft", "weights-broken", str(error))
     return None
+
+
+def _is_quantized(
+    data: dict[str, Any], folder: Path, checkpoint: Checkpoint | None, findings: Findings
+) -> bool:
+    """Whether quantized weights are stored and tagged so: names and shapes mean nothing then."""
+    if checkpoint is None or checkpoint.is_plain:
+        return False
+    places = [Fields(data, where="config.json", subject="draft")]
+    places.append(Fields(places[0].section("transformer_layer_config"), where="", subject="draft"))
+    methods = [read_quantization(fields, folder) for fields in places]
+    method = next(filter(None, methods), None)
+    if method is not None:
+        report_quantized("draft", method, findings)
+    return method is not None
 
 
 def _read(

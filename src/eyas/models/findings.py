@@ -29,3 +29,14 @@ class Findings(list[Finding]):
         """Raise CheckError with all findings if one of them is an error."""
         if self.errors:
             raise CheckError(self)
+
+
+def report_quantized(subject: str, method: str, findings: Findings) -> None:
+    """The one finding about weights that are stored in a quantized format."""
+    findings.error(
+        subject,
+        "quantized-weights",
+        f"the {subject}'s weights are quantized ({method}), which is not supported yet; its "
+        "tensors were not compared with the model's",
+        "use the bfloat16 version of the checkpoint",
+    )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from torch import Tensor, nn
 
-from eyas.models.checkpoint import Checkpoint, TensorInfo
+from eyas.models.checkpoint import PLAIN_DTYPES, Checkpoint, TensorInfo
 from eyas.models.weight_slots import WeightSlot, materialize, weight_slots
 from eyas.types import EyasError
 
@@ -22,7 +22,6 @@ __all__ = ["Coverage", "LoadProgress", "WeightSlot", "cover", "load_weights", "w
 
 # Constants that checkpoints store beside their weights; t2d serves the training of drafts only.
 HARMLESS_BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|t2d)")
-_FLOATS = {"float64", "float32", "bfloat16", "float16"}
 _INTEGERS = {"int64", "int32", "int16", "int8", "uint8"}
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
@@ -131,7 +130,7 @@ def cover(
             coverage.twice.append(stored)
             continue
         filled.add(name)
-        allowed = _FLOATS if slot.dtype.is_floating_point else _INTEGERS
+        allowed = PLAIN_DTYPES if slot.dtype.is_floating_point else _INTEGERS
         if info.shape != slot.shape:
             coverage.wrong_shape.append((stored, info.shape, slot.shape))
         elif info.dtype not in allowed:

@@ -1,141 +1,194 @@
-"""The joint law of accepted tokens is the target's own, exactly: chi-square on 8 tokens.
+"""What is sampled follows the target's exact distribution, with any draft tree (D9, trap 14).
 
-Whole rounds (draft, tree, choice, walk, cut, next round's state) over a target and a draft that are
-tables; the expected law is a sum in Python. More than 100,000 seeds each; the draft knows five of
-the eight tokens. tests/speculative/test_mutants.py shows that wrong rules fail here.
+A vocabulary of eight, ten thousand requests at once that differ in their seeds only, the joint
+law of the first two tokens by chi-square. Mutants show that a wrong use of the noise is seen.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import pytest
 import torch
-from fixtures.markov import BATCH, STOPS, V, exact_law, first_tokens, fit
+from fixtures.chi_square import p_value
+from fixtures.tiny import draft_config, full_forward, llama_config, tiny_draft, tiny_target
 from torch import Tensor
 
 from eyas.config import PLAIN, TreeShape
-from eyas.speculative.proposer import Proposer
-from eyas.types import SamplingParams
+from eyas.contract.draft import Draft
+from eyas.engine.worker import Worker, WorkerShape
+from eyas.kernels import SamplingMode
+from eyas.models.eagle3 import Eagle3Draft
+from eyas.models.llama import LlamaForCausalLM
 
-CHAIN, TREE, DEEP = TreeShape(2, 1, 3), TreeShape(2, 2, 6), TreeShape(3, 2, 5)
-
-PARAMS = {
-    "temperature 1": SamplingParams(temperature=1.0),
-    "temperature 0.5": SamplingParams(temperature=0.5),
-    "temperature 1.7": SamplingParams(temperature=1.7),
-    "presence": SamplingParams(presence_penalty=1.5),
-    "frequency": SamplingParams(frequency_penalty=-1.2),
-    "repetition": SamplingParams(repetition_penalty=1.6),
-    "logit bias": SamplingParams(logit_bias={2: 1.5, 4: -1.0, 7: -100.0}, temperature=0.8),
-    "min_tokens": SamplingParams(min_tokens=2, stop_token_ids=STOPS),
-    "stop tokens": SamplingParams(stop_token_ids=STOPS),
-    "top-k": SamplingParams(top_k=3),
-    "top-p": SamplingParams(top_p=0.75, temperature=1.3),
-    "min-p": SamplingParams(min_p=0.15, temperature=1.2),
+VOCAB, START, NUM = 8, 5, 10_000
+SHAPES = {
+    "plain": PLAIN,
+    "chain": TreeShape(2, 1, 3),
+    "whole tree": TreeShape(2, 2, 7),
+    "pruned tree": TreeShape(2, 3, 6),
 }
-EVERYTHING = SamplingParams(
-    temperature=1.1,
-    top_k=6,
-    top_p=0.93,
-    min_p=0.04,
-    presence_penalty=0.5,
-    frequency_penalty=0.6,
-    repetition_penalty=1.3,
-    logit_bias={3: 1.0, 1: 0.7},
-    min_tokens=2,
-    stop_token_ids=STOPS,
-)
-# Truncation is slow on rows of 8 values: fewer rows.
-SHAPE_OF = {name: CHAIN if name in ("top-k", "top-p", "min-p") else TREE for name in PARAMS}
+CONFIG = llama_config(
+    hidden_size=8, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4,
+    vocab_size=VOCAB,
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(PARAMS))
-def test_the_joint_law_of_two_tokens(name: str) -> None:
-    result = fit(PARAMS[name], SHAPE_OF[name])
-    assert result.num_impossible == 0
-    assert result.p > 1e-3
-    assert 0.1 < result.accepted < SHAPE_OF[name].depth - 0.3  # the second token is drafted, often
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    return tiny_target(CONFIG, seed=3)
 
 
-@pytest.mark.parametrize("shape", [CHAIN, DEEP], ids=["chain", "pruned tree"])
-def test_the_joint_law_under_every_option_at_once(shape: TreeShape) -> None:
-    result = fit(EVERYTHING, shape)
-    assert result.num_impossible == 0
-    assert result.p > 1e-3
-    assert result.accepted > 0.2
+@pytest.fixture(scope="module")
+def draft(target: LlamaForCausalLM) -> Eagle3Draft:
+    """Knows five of the eight tokens."""
+    decoder = dataclasses.replace(CONFIG, num_layers=1)
+    config = draft_config(decoder, target_hidden_size=8, draft_vocab_size=5, boundaries=(0, 1, 2))
+    return tiny_draft(target, config, seed=3)
 
 
-@pytest.mark.parametrize("shape", [PLAIN, CHAIN, DEEP], ids=["plain", "chain", "pruned tree"])
-def test_the_joint_law_of_three_tokens(shape: TreeShape) -> None:
-    """min_tokens 3, one token emitted already: no stop among the next two, then as ever."""
-    params = SamplingParams(
-        temperature=0.9, frequency_penalty=0.8, min_tokens=3, stop_token_ids=STOPS
+def warm(logits_V: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """Exact probabilities after temperature, top-k and top-p, by sorting."""
+    probability_V = (logits_V.double() / temperature).softmax(0)
+    order_V = probability_V.argsort(descending=True)
+    if top_k:
+        probability_V[order_V[top_k:]] = 0
+        probability_V /= probability_V.sum()
+    before_V = probability_V[order_V].cumsum(0) - probability_V[order_V]
+    probability_V[order_V[before_V >= top_p]] = 0
+    return probability_V / probability_V.sum()
+
+
+@torch.inference_mode()
+def joint_law(
+    target: LlamaForCausalLM, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> Tensor:
+    """p(first, second | START), flat [64]."""
+    first_V = None
+    rows = []
+    for token in range(VOCAB):
+        output, _ = full_forward(target, [START, token])
+        logits_TV = target.compute_logits(output.hidden_TH)
+        if first_V is None:
+            first_V = warm(logits_TV[0], temperature, top_k, top_p)
+        rows.append(first_V[token] * warm(logits_TV[1], temperature, top_k, top_p))
+    return torch.stack(rows).flatten()
+
+
+Choose = Callable[..., Tensor]
+
+
+@torch.inference_mode()
+def sampled_pairs(
+    target: LlamaForCausalLM,
+    draft: Draft,
+    tree: TreeShape,
+    temperature: float,
+    *,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    mutate: Callable[[Choose], Choose] | None = None,
+) -> tuple[Tensor, float]:
+    """(pairs first * 8 + second [NUM], share of requests whose second token came by acceptance).
+
+    The state is set up by hand: nothing committed, START pending, two tokens to come.
+    """
+    shape = WorkerShape(num_slots=NUM, num_pages=NUM + 2, page_size=4, max_model_len=4, tree=tree)
+    worker = Worker(
+        target, draft, shape=shape, dtype=torch.float32, draft_dtype=torch.float32, device="cpu"
     )
-    result = fit(params, shape, num_steps=3)
-    assert result.num_impossible == 0 and result.p > 1e-3
+    state, runner = worker.state, worker.runner
+    state.page_table_SP[:NUM, 0] = torch.arange(NUM) + 2
+    state.pending_S.fill_(START)
+    state.remaining_S.fill_(2)
+    state.active_S[:NUM] = True
+    state.temperature_S.fill_(temperature)
+    state.top_k_S.fill_(top_k)
+    state.top_p_S.fill_(top_p)
+    state.max_draft_S.fill_(100)
+    state.seed_S.copy_(torch.arange(NUM + 1) * 7919 - 2**40)
+    if mutate is not None:
+        runner.sampler.choose = mutate(runner.sampler.choose)  # type: ignore[method-assign]
+    mode = SamplingMode(noise=True, truncate=top_k > 0 or top_p < 1)
+    slots_B = torch.arange(NUM)
+    if tree.depth:
+        assert worker.proposer is not None
+        worker.proposer.prime(slots_B, max_kv_len=4, mode=mode)
+    pair_B, num_B = torch.zeros(NUM, dtype=torch.int64), torch.zeros(NUM, dtype=torch.int64)
+    accepted = 0.0
+    for number in range(2):
+        packed = runner.round(slots_B, tree, max_kv_len=4, mode=mode).packed
+        emitted_BE, num_emitted_B = packed[:, :-3], packed[:, -3]
+        for step in range(emitted_BE.shape[1]):
+            is_new_B = step < num_emitted_B
+            pair_B = torch.where(is_new_B, pair_B * VOCAB + emitted_BE[:, step], pair_B)
+        num_B += num_emitted_B
+        if number == 0:
+            accepted = (num_emitted_B == 2).float().mean().item()
+    assert (num_B == 2).all() and not state.active_S.any()
+    return pair_B, accepted
 
 
-def test_every_shape_says_the_same() -> None:
-    """Not only the law is equal: so is each answer, under every option (D9)."""
-    seeds = torch.arange(600) - 300
-    for params in [*PARAMS.values(), EVERYTHING]:
-        plain, accepted = first_tokens(params, PLAIN, num_steps=6, seeds=seeds)
-        assert accepted == 0
-        for shape in (CHAIN, TREE, DEEP, TreeShape(4, 3, 12)):
-            tokens, accepted = first_tokens(params, shape, num_steps=6, seeds=seeds)
-            assert torch.equal(tokens, plain)
-            assert accepted > 0.1
+@functools.cache
+def plain_pairs(target: LlamaForCausalLM, draft: Eagle3Draft, temperature: float) -> Tensor:
+    return sampled_pairs(target, draft, PLAIN, temperature)[0]
 
 
-def test_any_proposal_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Candidates and scores that have nothing to do with the draft change the speed alone."""
-    generator = torch.Generator().manual_seed(0)
-
-    def anything(
-        self: Proposer, logits_TV: Tensor, slots_T: Tensor, position_T: Tensor, **_: object
-    ) -> tuple[Tensor, Tensor]:
-        order = torch.rand(len(logits_TV), V, generator=generator).argsort(1)[:, :2]
-        score = -torch.rand(len(logits_TV), 2, generator=generator)
-        return order, score.sort(dim=1, descending=True).values
-
-    plain, _ = first_tokens(EVERYTHING, PLAIN, num_steps=6, seeds=torch.arange(2000))
-    monkeypatch.setattr(Proposer, "_propose", anything)
-    tokens, accepted = first_tokens(EVERYTHING, DEEP, num_steps=6, seeds=torch.arange(2000))
-    assert torch.equal(tokens, plain)
-    assert 0.05 < accepted < 0.5
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_two_tokens_follow_their_joint_law(
+    target: LlamaForCausalLM, draft: Eagle3Draft, shape: str, temperature: float
+) -> None:
+    pairs_B, accepted = sampled_pairs(target, draft, SHAPES[shape], temperature)
+    plain_B = pairs_B if shape == "plain" else plain_pairs(target, draft, temperature)
+    assert (pairs_B != plain_B).sum() <= 2  # the same one by one, but for rounding at a tie
+    count = pairs_B.bincount(minlength=VOCAB**2)
+    assert p_value(count, joint_law(target, temperature)) > 1e-3
+    assert p_value(count, joint_law(target, temperature * 1.5)) < 1e-6  # it can fail
+    if SHAPES[shape].depth:
+        assert 0.2 < accepted < 0.9  # both ways of coming to the second token are there
 
 
-def test_greedy_is_the_limit_of_small_temperatures() -> None:
-    seeds = torch.arange(500)
-    greedy = dataclasses.replace(EVERYTHING, temperature=0.0)
-    expected, _ = first_tokens(greedy, TREE, num_steps=6, seeds=seeds)
-    assert (expected == expected[0]).all()
-    for temperature in (1e-3, 1e-6, 1e-20, 1e-30):
-        cold = dataclasses.replace(EVERYTHING, temperature=temperature)
-        tokens, _ = first_tokens(cold, TREE, num_steps=6, seeds=seeds)
-        assert torch.equal(tokens, expected)
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (0, 0.7), (5, 0.8)])
+@pytest.mark.parametrize("shape", ["plain", "pruned tree"])
+def test_after_top_k_and_top_p(
+    target: LlamaForCausalLM, draft: Eagle3Draft, shape: str, top_k: int, top_p: float
+) -> None:
+    """The law is that of p after all processors."""
+    pairs_B, _ = sampled_pairs(target, draft, SHAPES[shape], 1.0, top_k=top_k, top_p=top_p)
+    law = joint_law(target, 1.0, top_k, top_p)
+    count = pairs_B.bincount(minlength=VOCAB**2)
+    assert not count[law == 0].any()
+    assert p_value(count[law > 0], law[law > 0]) > 1e-3
 
 
-def test_shared_noise_accepts_more_than_independent_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The point of D9; the law is the same either way."""
-    params, seeds = SamplingParams(temperature=1.0), torch.arange(BATCH)
-    plain, _ = first_tokens(params, PLAIN, num_steps=3, seeds=seeds)
-    _, shared = first_tokens(params, TREE, num_steps=3, seeds=seeds)
-    propose = Proposer._propose
+def reuse_the_roots_noise(choose: Choose) -> Choose:
+    """All nodes draw with the noise of the root's position."""
 
-    def other_noise(
-        self: Proposer, logits_TV: Tensor, slots_T: Tensor, position_T: Tensor, **settings: object
-    ) -> tuple[Tensor, Tensor]:
-        return propose(self, logits_TV, slots_T, position_T + 1000, **settings)  # type: ignore[arg-type]
+    def wrong(logits_TV: Tensor, slots_T: Tensor, position_T: Tensor, **kwargs: object) -> Tensor:
+        tree = kwargs["tree"]
+        return choose(logits_TV, slots_T, position_T - tree.depth_BN.flatten(), **kwargs)  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(Proposer, "_propose", other_noise)
-    tokens, independent = first_tokens(params, TREE, num_steps=3, seeds=seeds)
-    assert torch.equal(tokens, plain)
-    assert shared > 1.2 * independent
+    return wrong
 
 
-def test_the_laws_differ_from_one_another() -> None:
-    """The options do something here: no two of the laws are near each other."""
-    laws = [exact_law(p, 2) for p in [*PARAMS.values(), EVERYTHING]]
-    for number, one in enumerate(laws):
-        for other in laws[:number]:
-            assert (one - other).abs().sum() > 0.05  # twice the total variation
+def noise_of_another_row(choose: Choose) -> Choose:
+    """Each row draws with the noise of the row before it."""
+
+    def wrong(logits_TV: Tensor, slots_T: Tensor, position_T: Tensor, **kwargs: object) -> Tensor:
+        return choose(logits_TV, slots_T.roll(1), position_T.roll(1), **kwargs)
+
+    return wrong
+
+
+@pytest.mark.parametrize("shape", ["chain", "pruned tree"])
+@pytest.mark.parametrize("mutate", [reuse_the_roots_noise, noise_of_another_row])
+def test_a_wrong_use_of_the_noise_is_seen(
+    target: LlamaForCausalLM,
+    draft: Eagle3Draft,
+    shape: str,
+    mutate: Callable[[Choose], Choose],
+) -> None:
+    pairs_B, _ = sampled_pairs(target, draft, SHAPES[shape], 1.0, mutate=mutate)
+    count = pairs_B.bincount(minlength=VOCAB**2)
+    assert p_value(count, joint_law(target, 1.0)) < 1e-6

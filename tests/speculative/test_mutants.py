@@ -1,4 +1,4 @@
-"""Wrong acceptance rules are caught: the tests of tests/speculative/test_law.py can fail.
+"""Wrong acceptance rules are caught: the tests of tests/speculative/test_joint_law.py can fail.
 
 Each mutant replaces one piece of the rule in a way that still gives plausible text. The same
 parameters, shape and seeds pass without it.

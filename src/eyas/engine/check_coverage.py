@@ -63,6 +63,8 @@ def _drop_reported(coverage: Coverage, findings: Findings) -> None:
         settled += _FC_INPUT
     if "vocab-map-size" in codes:
         settled += ("d2t",)
+    if "vocab-map-dtype" in codes:
+        coverage.wrong_dtype = [w for w in coverage.wrong_dtype if canonical_name(w[0]) != "d2t"]
     coverage.wrong_shape = [
         wrong
         for wrong in coverage.wrong_shape
@@ -121,4 +123,6 @@ def report_vocab_maps(
     if target is None and t2d_V is None:
         return
     vocab_size = target.vocab_size if target is not None else len(t2d_V) if t2d_V is not None else 0
+    if any(finding.code == "vocab-map-size" for finding in findings):
+        t2d_V = None  # that it has another number of ids is no news
     findings.extend(map_findings(d2t_D, t2d_V, target_vocab_size=vocab_size))

@@ -101,7 +101,7 @@ def resident_bytes(worker: Worker) -> dict[str, int]:
     kv = sum(
         t[:, : pool.num_page_rows].nbytes for pool in pools for t in (pool.k_LRKD, pool.v_LRKD)
     )
-    rotary: list[Any] = [target.rotary.cos_PD, target.rotary.sin_PD]
+    rotary: list[Any] = [target.rotary.cos_P1D, target.rotary.sin_P1D]
     weights = list(target.parameters())
     draft_weights: list[Tensor] = []
     if proposer is not None:
@@ -109,7 +109,7 @@ def resident_bytes(worker: Worker) -> dict[str, int]:
         shared = {p.data_ptr() for p in weights}
         own = [*draft.parameters(), *draft.buffers()]
         draft_weights = [p for p in own if p.data_ptr() not in shared]
-        rotary += [draft.rotary.cos_PD, draft.rotary.sin_PD, draft.target_ids_V]
+        rotary += [draft.rotary.cos_P1D, draft.rotary.sin_P1D, draft.target_ids_V]
     return {
         "target_weight_bytes": num_bytes(weights),
         "draft_weight_bytes": num_bytes(draft_weights),

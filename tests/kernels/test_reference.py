@@ -47,9 +47,10 @@ def test_rms_norm_keeps_its_input_and_doubles_stay_doubles() -> None:
 def test_apply_rope(rotary: int) -> None:
     """Element i of the first half turns with element i of the second; the rest stays (partial)."""
     x_THD, angle_TH = randn(3, 2, 8), randn(3, rotary // 2, seed=1)
-    cos_TD, sin_TD = (torch.cat((f, f), dim=1) for f in (angle_TH.cos(), angle_TH.sin()))
+    cos_T1D = torch.cat((angle_TH.cos(), angle_TH.cos()), dim=1)[:, None]
+    sin_T1D = torch.cat((-angle_TH.sin(), angle_TH.sin()), dim=1)[:, None]
     before, half = x_THD.clone(), rotary // 2
-    out_THD = kernels.apply_rope(x_THD, cos_TD, sin_TD)
+    out_THD = kernels.apply_rope(x_THD, cos_T1D, sin_T1D)
     assert torch.equal(x_THD, before)
     for t in range(3):
         for head in range(2):

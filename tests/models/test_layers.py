@@ -119,19 +119,21 @@ def test_attention_with_head_norms_equals_transformers(bias: bool) -> None:
 
 def test_the_rotary_table_reaches_a_tree_past_the_model_length() -> None:
     table = rotary(RopeConfig(), max_model_len=50)
-    cos_TD, sin_TD = table(torch.tensor([0, 1, 50 + MAX_TREE_NODES - 1]))
-    assert cos_TD.shape == (3, 8)
-    for position, cos, sin in zip((0, 1, 113), cos_TD.tolist(), sin_TD.tolist(), strict=True):
+    cos_T1D, sin_T1D = table(torch.tensor([0, 1, 50 + MAX_TREE_NODES - 1]))
+    assert cos_T1D.shape == (3, 1, 8)
+    rows = zip((0, 1, 113), cos_T1D[:, 0].tolist(), sin_T1D[:, 0].tolist(), strict=True)
+    for position, cos, sin in rows:
         for i in range(8):
             angle = position * 10000.0 ** (-(2 * (i % 4)) / 8)
-            assert (cos[i], sin[i]) == pytest.approx((math.cos(angle), math.sin(angle)), abs=1e-5)
+            signed = math.sin(angle) * (-1 if i < 4 else 1)
+            assert (cos[i], sin[i]) == pytest.approx((math.cos(angle), signed), abs=1e-5)
     with pytest.raises(IndexError):
         table(torch.tensor([50 + MAX_TREE_NODES]))
 
 
 def test_partial_rotary_turns_a_part_of_the_head() -> None:
-    cos_TD, _ = rotary(RopeConfig(partial=0.5))(torch.arange(3))
-    assert cos_TD.shape == (3, 4)
+    cos_T1D, _ = rotary(RopeConfig(partial=0.5))(torch.arange(3))
+    assert cos_T1D.shape == (3, 1, 4)
 
 
 def test_an_unknown_scaling_is_refused() -> None:

@@ -25,11 +25,11 @@ from eyas.cache.pool import KVPool
 class Segment:
     """Rows [start, start + B * Q) of the batch and what they read.
 
-    read_BS: int64 pool rows; masked entries point to the null row. bias_BQS: 0 or -inf.
+    read_T: int64 pool rows [B * S]; masked entries point to the null row. bias_BQS: 0 or -inf.
     """
 
     start: int
-    read_BS: Tensor
+    read_T: Tensor
     bias_BQS: Tensor
 
 
@@ -42,8 +42,9 @@ class TorchAttention:
 
     def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Store keys and values of the batch's rows."""
-        self._pool.k_LRKD[layer].index_copy_(0, self._write_T, k_TKD)
-        self._pool.v_LRKD[layer].index_copy_(0, self._write_T, v_TKD)
+        k_RKD, v_RKD = self._pool.layers[layer]
+        k_RKD.index_copy_(0, self._write_T, k_TKD)
+        v_RKD.index_copy_(0, self._write_T, v_TKD)
 
     def attend(self, layer: int, q_THD: Tensor) -> Tensor:
         """[T, H, D] -> [T, H * Dv]."""
@@ -65,18 +66,24 @@ class TorchAttention:
         num_requests, num_queries, num_read = segment.bias_BQS.shape
         num_kv_heads = self._pool.layout.num_kv_heads
         num_rows = num_requests * num_queries
-        q = q_THD[segment.start : segment.start + num_rows]
+        q = q_THD[segment.start : segment.start + num_rows] if len(q_THD) > num_rows else q_THD
         # The query heads of one key/value head become extra query rows: nothing is repeated.
-        q = q.view(num_requests, num_queries, num_kv_heads, -1, q.shape[-1])
-        q = q.permute(0, 2, 3, 1, 4).reshape(num_requests, num_kv_heads, -1, q.shape[-1])
-        read = segment.read_BS.view(-1)
-        k = self._pool.k_LRKD[layer].index_select(0, read)
-        v = self._pool.v_LRKD[layer].index_select(0, read)
-        k = k.view(num_requests, num_read, num_kv_heads, -1).transpose(1, 2)
-        v = v.view(num_requests, num_read, num_kv_heads, -1).transpose(1, 2)
+        if num_queries == 1:
+            q = q.reshape(num_requests, num_kv_heads, -1, q.shape[-1])
+        else:
+            q = q.reshape(num_requests, num_queries, num_kv_heads, -1, q.shape[-1])
+            q = q.permute(0, 2, 3, 1, 4).reshape(num_requests, num_kv_heads, -1, q.shape[-1])
+        k, v = (
+            cache_RKD.index_select(0, segment.read_T)
+            .view(num_requests, num_read, num_kv_heads, -1)
+            .transpose(1, 2)
+            for cache_RKD in self._pool.layers[layer]
+        )
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias_B1GQS)
-        out = out.view(num_requests, num_kv_heads, -1, num_queries, out.shape[-1])
-        return out.permute(0, 3, 1, 2, 4).reshape(num_rows, -1)
+        if num_queries > 1:
+            out = out.view(num_requests, num_kv_heads, -1, num_queries, out.shape[-1])
+            out = out.permute(0, 3, 1, 2, 4)
+        return out.reshape(num_rows, -1)
 
 
 class TorchBackend:
@@ -131,7 +138,7 @@ class TorchBackend:
         return TorchAttention(
             self.pool,
             write_T=write_BQ.reshape(-1),
-            segments=[Segment(0, read_BS, self._bias(allowed_BQS))],
+            segments=[Segment(0, read_BS.view(-1), self._bias(allowed_BQS))],
         )
 
     def plan_prefill(
@@ -147,7 +154,7 @@ class TorchBackend:
             index_S = torch.arange(end, device=device)
             read_1S = self.page_rows(table_1P, index_S[None])
             allowed_1QS = index_S[None, None, :] <= index_S[None, start:, None]
-            segments.append(Segment(row, read_1S, self._bias(allowed_1QS)))
+            segments.append(Segment(row, read_1S[0], self._bias(allowed_1QS)))
             writes.append(read_1S[0, start:])
             row += end - start
         return TorchAttention(self.pool, write_T=torch.cat(writes), segments=segments)

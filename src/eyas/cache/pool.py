@@ -45,6 +45,8 @@ class KVPool:
         shape = (layout.num_layers, num_rows, layout.num_kv_heads)
         self.k_LRKD = torch.zeros(*shape, layout.head_dim, dtype=dtype, device=device)
         self.v_LRKD = torch.zeros(*shape, layout.v_head_dim, dtype=dtype, device=device)
+        # (keys, values) by layer, as views made once: a forward indexes them twice a layer.
+        self.layers = list(zip(self.k_LRKD.unbind(), self.v_LRKD.unbind(), strict=True))
 
     @property
     def trash_row(self) -> int:

@@ -22,17 +22,17 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     return (wide * scale).to(x_TH.dtype) * weight_H
 
 
-def apply_rope(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Half-split (NeoX) rotation of all heads; cos and sin are [T, D] in x's dtype.
+def apply_rope(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+    """Half-split (NeoX) rotation of all heads; cos and sin in x's dtype.
 
-    Only the first cos.shape[-1] elements of a head are rotated (partial rotary).
+    The first half of sin is negated: rotating halves is then one roll and no negation. Only the
+    first cos.shape[-1] elements of a head are rotated (partial rotary).
     """
-    rotary = cos_TD.shape[-1]
-    rotated, rest = x_THD[..., :rotary], x_THD[..., rotary:]
-    low, high = rotated.chunk(2, dim=-1)
-    out = torch.cat((-high, low), dim=-1).mul_(sin_TD[:, None])
-    out.add_(rotated * cos_TD[:, None])
-    return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
+    size = cos_T1D.shape[-1]
+    if size == x_THD.shape[-1]:
+        return torch.addcmul(x_THD * cos_T1D, x_THD.roll(size // 2, -1), sin_T1D)
+    rotated = apply_rope(x_THD[..., :size], cos_T1D, sin_T1D)
+    return torch.cat((rotated, x_THD[..., size:]), dim=-1)
 
 
 def silu_mul(gate_up_TI: Tensor) -> Tensor:

@@ -56,13 +56,14 @@ class RotaryEmbedding:
         scale = yarn_attention_factor(rope) if rope.kind == "yarn" else 1.0
         position = torch.arange(max_model_len + MAX_TREE_NODES, dtype=torch.float32)
         angle = position[:, None] * inv_freq
-        angle = torch.cat((angle, angle), dim=-1)
-        self.cos_PD = (angle.cos() * scale).to(device=device, dtype=dtype)
-        self.sin_PD = (angle.sin() * scale).to(device=device, dtype=dtype)
+        cos, sin = angle.cos() * scale, angle.sin() * scale
+        # One row a position and one for all heads; the sign is what kernels.apply_rope expects.
+        self.cos_P1D = torch.cat((cos, cos), dim=-1)[:, None].to(device=device, dtype=dtype)
+        self.sin_P1D = torch.cat((-sin, sin), dim=-1)[:, None].to(device=device, dtype=dtype)
 
     def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos [T, D], sin [T, D]) of int64 positions."""
-        return self.cos_PD.index_select(0, positions_T), self.sin_PD.index_select(0, positions_T)
+        """(cos [T, 1, D], sin [T, 1, D] with its first half negated) of int64 positions."""
+        return self.cos_P1D.index_select(0, positions_T), self.sin_P1D.index_select(0, positions_T)
 
 
 class SelfAttention(nn.Module):
@@ -102,11 +103,11 @@ class SelfAttention(nn.Module):
         """q [T, Nq, D] and k [T, Nk, D], rotated, and v [T, Nk, D]."""
         heads = self.qkv_proj(x_TH).view(len(x_TH), -1, self.head_dim)
         num_q, num_k = self.num_heads, self.num_kv_heads
-        qk, v = heads[:, : num_q + num_k], heads[:, num_q + num_k :]
+        qk, v = heads.split((num_q + num_k, num_k), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, :num_q]), self.k_norm(qk[:, num_q:])), dim=1)
-        qk = kernels.apply_rope(qk, *rotary)
-        return qk[:, :num_q], qk[:, num_q:], v
+        q, k = kernels.apply_rope(qk, *rotary).split((num_q, num_k), dim=1)
+        return q, k, v
 
     def forward(self, x_TH: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         """[T, in] -> [T, H]."""

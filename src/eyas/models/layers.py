@@ -103,10 +103,10 @@ class SelfAttention(nn.Module):
         """q [T, Nq, D] and k [T, Nk, D], rotated, and v [T, Nk, D]."""
         heads = self.qkv_proj(x_TH).view(len(x_TH), -1, self.head_dim)
         num_q, num_k = self.num_heads, self.num_kv_heads
-        qk, v = heads.split((num_q + num_k, num_k), dim=1)
+        qk, v = torch.split(heads, (num_q + num_k, num_k), dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, :num_q]), self.k_norm(qk[:, num_q:])), dim=1)
-        q, k = kernels.apply_rope(qk, *rotary).split((num_q, num_k), dim=1)
+        q, k = torch.split(kernels.apply_rope(qk, *rotary), (num_q, num_k), dim=1)
         return q, k, v
 
     def forward(self, x_TH: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:

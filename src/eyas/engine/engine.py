@@ -134,12 +134,13 @@ class Engine:
                 f"the request needs {needed} KV pages and the cache has {usable}: raise "
                 "--kv-cache-tokens or lower max_tokens"
             )
-        num_stop = len(self._stop_ids(params))
+        num_stop = len(self.stop_ids(params))
         if num_stop > MAX_STOP_IDS:
             raise EyasError(f"{num_stop} stop token ids, at most {MAX_STOP_IDS} are supported")
         return max_new_tokens
 
-    def _stop_ids(self, params: SamplingParams) -> list[int]:
+    def stop_ids(self, params: SamplingParams) -> list[int]:
+        """All tokens that end a request: its own and, unless it ignores them, the model's."""
         end_ids = () if params.ignore_eos else self._eos_token_ids
         return sorted({*params.stop_token_ids, *end_ids})
 
@@ -166,7 +167,7 @@ class Engine:
             params=request.params,
             remaining=request.num_remaining,
             seed=request.seed,
-            stop_ids=self._stop_ids(request.params),
+            stop_ids=self.stop_ids(request.params),
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=request.output_token_ids,
         )

@@ -10,8 +10,8 @@ from typing import Any
 
 from eyas.config import ConfigError, EngineConfig
 from eyas.engine.load import LoadedEngine, load_engine
-from eyas.engine.stop_text import StopHoldback, cut_at_stop
-from eyas.engine.tokenizer import Detokenizer, Tokenizer
+from eyas.engine.stop_text import AnswerText
+from eyas.engine.tokenizer import Tokenizer
 from eyas.models.embedded import Progress
 from eyas.types import EyasError, FinishReason, RequestOutput, SamplingParams, StepOutput
 
@@ -73,18 +73,19 @@ class LLM:
             raise EyasError("stream gives one answer: use generate for n > 1")
         request_id = str(next(self._ids))
         self.engine.add(request_id, self._encode(prompt), params)
-        detokenizer, holdback = Detokenizer(self.tokenizer), StopHoldback(params.stop)
+        text = self._text(params)
         try:
             while True:
                 for output in self.engine.step():
                     if output.request_id == request_id:
-                        is_last = output.finish_reason is not None
-                        piece = detokenizer.add(output.new_token_ids, is_last=is_last)
-                        yield holdback.add(piece, is_last=is_last), output
-                        if is_last:
+                        yield text.add(output.new_token_ids, output.finish_reason), output
+                        if output.finish_reason is not None:
                             return
         finally:
             self.engine.abort(request_id)
+
+    def _text(self, params: SamplingParams) -> AnswerText:
+        return AnswerText(self.tokenizer, params.stop, stop_ids=self.engine.stop_ids(params))
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -123,7 +124,7 @@ class LLM:
         assert step.finish_reason is not None
         return dataclasses.replace(
             output,
-            text=cut_at_stop(self.tokenizer.decode(output.token_ids), params.stop),
+            text=self._text(params).add(output.token_ids, step.finish_reason),
             finish_reason=step.finish_reason,
             num_rounds=step.num_rounds,
             num_round_tokens=step.num_round_tokens,

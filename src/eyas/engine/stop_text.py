@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eyas.engine.tokenizer import Decoder, Detokenizer
+from eyas.types import FinishReason
 
 
-def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """The text before the earliest stop string in it."""
-    found = [place for place in (text.find(s) for s in stop) if place >= 0]
-    return text[: min(found)] if found else text
+def _earliest(text: str, stop: Sequence[str], known: int) -> int | None:
+    """Where the earliest stop string begins, of those that end after `known` characters."""
+    places = [text.find(s, max(0, known - len(s) + 1)) for s in stop]
+    return min((place for place in places if place >= 0), default=None)
 
 
 class StopTextMatcher:
@@ -32,25 +33,43 @@ class StopTextMatcher:
             self._num_tokens += 1
             piece = self._detokenizer.add([token])
             window = self._tail + piece
-            if self._num_tokens > self._min_tokens and any(s in window for s in self._stop):
+            found = _earliest(window, self._stop, len(self._tail)) is not None
+            if found and self._num_tokens > self._min_tokens:
                 return number
             self._tail = window[max(0, len(window) - self._longest + 1) :]
         return None
 
 
-class StopHoldback:
-    """Keeps back what may be the beginning of a stop string, so that a stream never shows one."""
+class AnswerText:
+    """The text of one answer as its tokens come: without stop strings and the final stop token.
 
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop, self._held = stop, ""
+    What may be the beginning of a stop string is kept back until more is known, so that a stream
+    never shows one. The whole text does not depend on how the tokens were cut into calls.
+    stop_ids: all tokens that end the request (Engine.stop_ids).
+    """
 
-    def add(self, piece: str, *, is_last: bool = False) -> str:
-        """Text that may be shown now. is_last: nothing follows, so cut at the stop or show all."""
-        text = self._held + piece
-        cut = cut_at_stop(text, self._stop)
-        if is_last or len(cut) < len(text):
-            self._held = ""
-            return cut
+    def __init__(self, tokenizer: Decoder, stop: Sequence[str], *, stop_ids: Sequence[int]) -> None:
+        self._detokenizer, self._held = Detokenizer(tokenizer), ""
+        self._stop, self._stop_ids = stop, frozenset(stop_ids)
+
+    def add(self, token_ids: Sequence[int], finish_reason: FinishReason | None = None) -> str:
+        """Text that may be shown now. finish_reason: that of the last output, None before it."""
+        if finish_reason is None:
+            return self._hold_back(self._held + self._detokenizer.add(token_ids))
+        if finish_reason is not FinishReason.STOP or not token_ids:
+            return self._held + self._detokenizer.add(token_ids, is_last=True)
+        *before, last = token_ids
+        is_stop_id = last in self._stop_ids
+        text = self._held + self._detokenizer.add(before, is_last=is_stop_id)
+        # A stop string that counts ends in the last token; those before min_tokens stay.
+        known = len(text)
+        text += self._detokenizer.add([last], is_last=True)
+        place = _earliest(text, self._stop, known)
+        if place is not None:
+            return text[:place]
+        return text[:known] if is_stop_id else text
+
+    def _hold_back(self, text: str) -> str:
         longest = max((len(s) for s in self._stop), default=1) - 1
         starts = range(max(0, len(text) - longest), len(text))
         safe = next(

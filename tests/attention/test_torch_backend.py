@@ -192,6 +192,24 @@ def test_a_bound_past_the_page_table_is_cut() -> None:
     torch.testing.assert_close(outputs[0], outputs[2])
 
 
+def test_nodes_that_nobody_sees_need_not_be_written() -> None:
+    """Nodes 0 and 1 hold NaN; a mask alone would let 0 * NaN through."""
+    cache = filled([3], page_size=2, num_pages=2, seed=4)
+    visible = torch.tensor([[[False, False, True, False], [False, False, True, True]]])
+    plan = cache.backend.plan_tree(
+        page_table_BP=cache.table_BP,
+        slots_B=torch.tensor([0]),
+        first_index=0,
+        end_index_B=torch.tensor([3]),
+        visible_BQN=visible,
+        first_node=2,
+        max_kv_len=3,
+    )
+    out, q, k, v = run_plan(plan, 2, 5)
+    expected = slow_attend(q[1], [*cache.keys[0], *k], [*cache.values[0], *v])
+    torch.testing.assert_close(out[1], expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_slot_without_pages_sees_only_itself() -> None:
     """A padded row: its table is the null page; nothing of it is NaN and nothing is touched."""
     cache = filled([3], page_size=2, num_pages=2, seed=3)

@@ -77,6 +77,62 @@ def test_acceptance_of_a_modern_draft_equals_the_replay(w: World, shape: str) ->
     assert max(rounds) > 1
 
 
+def rounds_from(w: World, index: int, num_known: int, num_new: int, tree: TreeShape) -> list[int]:
+    """The replay's rounds of one answer, from its first num_known tokens on."""
+    prompt, params = w.prompts[index], w.params[index]
+    text = prompt + w.plain[index][:num_new]
+    output, _ = full_forward(w.target, text, w.draft.boundaries)
+    assert output.features_TF is not None and params.seed is not None
+    replay = Replay(
+        w.slow_draft, text, output.features_TF, seed=params.seed, temperature=params.temperature
+    )
+    return replay.rounds(len(prompt) + num_known - 1, tree)
+
+
+@RUN_AHEAD
+@pytest.mark.parametrize("shape", ["chain", "pruned tree"])
+def test_speculation_switched_off_and_on_again(w: World, shape: str, run_ahead: int) -> None:
+    """The draft's cache has no holes, and its first candidates are made anew (D1)."""
+    tree, num_new = REPLAYED[shape], 40
+    engine = make_engine(w.target, w.draft, worker_shape(tree), run_ahead=run_ahead)
+    for index in (1, 9):
+        engine.add(str(index), w.prompts[index], w.limited(num_new)[index])
+    switch = {0: PLAIN, 8: tree, 11: PLAIN, 15: tree}
+    tokens: dict[int, list[int]] = {1: [], 9: []}
+    rounds: dict[int, list[int]] = {1: [], 9: []}
+    for turn in range(200):
+        engine.tree = switch.get(turn, engine.tree)
+        for output in engine.step():
+            index = int(output.request_id)
+            tokens[index] += output.new_token_ids
+            if output.num_rounds > len(rounds[index]):
+                rounds[index].append(len(output.new_token_ids))
+    for index in (1, 9):
+        assert tokens[index] == w.plain[index][:num_new]
+        assert rounds[index][:8] == [1] * 8 and rounds[index][11:15] == [1] * 4
+        known = 1 + sum(rounds[index][:8])
+        assert rounds[index][8:11] == rounds_from(w, index, known, num_new, tree)[:3]
+        known = 1 + sum(rounds[index][:15])
+        assert rounds[index][15:] == rounds_from(w, index, known, num_new, tree)
+
+
+def test_a_request_without_speculation_beside_others(w: World) -> None:
+    """Its rounds emit one token each; a newcomer with drafts accepts what it always does."""
+    tree, num_new = REPLAYED["pruned tree"], 40
+    engine = make_engine(w.target, w.draft, worker_shape(tree))
+    params = w.limited(num_new)
+    engine.add("1", w.prompts[1], dataclasses.replace(params[1], speculation=False))
+    rounds: dict[str, list[int]] = {"1": [], "9": []}
+    for turn in range(100):
+        if turn == 5:
+            engine.add("9", w.prompts[9], params[9])
+        for output in engine.step():
+            if output.num_rounds > len(rounds[output.request_id]):
+                rounds[output.request_id].append(len(output.new_token_ids))
+    assert rounds["1"] == [1] * (num_new - 1)
+    assert rounds["9"] == rounds_from(w, 9, 1, num_new, tree) and max(rounds["9"]) > 1
+
+
 def test_a_deeper_tree_with_the_same_beams_accepts_no_less(w: World) -> None:
     """An unpruned tree holds the chain of its best children: at least its acceptance (trap 9)."""
     params = w.limited(60)

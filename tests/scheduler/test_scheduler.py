@@ -92,6 +92,8 @@ def test_an_admission_that_fails_holds_nothing() -> None:
     made.finish(first)
     (second,) = made.admit()
     assert second.num_cached_tokens == 8 and spans(made) == [("1", 8, 14)]
+    made.finish(second)
+    assert made.allocator.num_free == 4
 
 
 @pytest.mark.parametrize("num_unread", [0, 1, 2])
@@ -128,6 +130,7 @@ def test_the_latest_is_preempted_and_comes_first_again() -> None:
         made.add(request(number, 5, token=number))
     made.admit()
     made.plan_prefill()
+    made.admitted[-1].num_unread = 2
     victim = made.preempt()
     assert victim.request_id == "2" and victim.phase is Phase.WAITING
     assert (victim.pages, victim.slot, victim.num_unread) == ([], None, 0)

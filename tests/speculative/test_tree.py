@@ -112,6 +112,7 @@ def test_what_a_tree_is(data: st.DataObject, shape: TreeShape, num_requests: int
         depths, visible = tree.depth_BN[request].tolist(), tree.visible_BNN[request]
         assert (tokens[0], parents[0], depths[0]) == (ROOT, -1, 0)
         assert len(set(tokens)) == shape.num_nodes
+        assert tokens == sorted(tokens)  # in order of appearance, hence level by level
         known = grown.parent[request]
         for node in range(1, shape.num_nodes):
             parent = parents[node]

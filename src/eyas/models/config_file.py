@@ -193,11 +193,11 @@ def read_quantization(fields: Fields, folder: Path) -> str | None:
     if not path.exists():
         return None
     try:
-        section = Fields(read_json(path), where=path.name, subject=fields.subject)
+        inner = Fields(read_json(path), where=path.name, subject=fields.subject)
     except EyasError as error:
         fields.problems.append(str(error))
         return None
-    return f"modelopt {section.section('quantization').get('quant_algo', '')}".strip()
+    return f"modelopt {inner.section('quantization').get('quant_algo', '')}".strip()
 
 
 def read_rope(fields: Fields, *, max_positions: int) -> RopeConfig:

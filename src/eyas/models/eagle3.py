@@ -90,11 +90,12 @@ class Eagle3Draft(nn.Module):
         self.fc = Linear(width, size, bias=config.fc_bias, dtype=dtype, device=device)
         self.layers = nn.ModuleList([Eagle3Layer(config, dtype=dtype, device=device)])
         self.norm = RMSNorm(size, eps, dtype=dtype, device=device)
+        self.embed_tokens: nn.Embedding | None = None
         if config.has_embedding:
-            embedding = nn.Embedding(decoder.vocab_size, size, dtype=dtype, device=device)
-            self.embed_tokens: nn.Embedding | None = embedding.requires_grad_(False)
-        else:
-            self.embed_tokens = None
+            # from_pretrained: the constructor would fill it with random numbers first.
+            self.embed_tokens = nn.Embedding.from_pretrained(  # type: ignore[no-untyped-call]
+                torch.empty(decoder.vocab_size, size, dtype=dtype, device=device)
+            )
         self.lm_head: Linear | None = None
         if config.has_head:
             self.lm_head = Linear(size, config.draft_vocab_size, dtype=dtype, device=device)
@@ -120,8 +121,8 @@ class Eagle3Draft(nn.Module):
         dtype = self.fc.weight.dtype
         if self.embed_tokens is None:
             self._require_width("embedding", embed_VH)
-            self.embed_tokens = nn.Embedding(len(embed_VH), self.hidden_size, device="meta")
-            self.embed_tokens.weight = nn.Parameter(embed_VH.detach().to(dtype), False)
+            shared_VH = embed_VH.detach().to(dtype)
+            self.embed_tokens = nn.Embedding.from_pretrained(shared_VH)  # type: ignore[no-untyped-call]
         if self.lm_head is None:
             if self.config.decoder.tie_word_embeddings:
                 head_VH = self.embed_tokens.weight

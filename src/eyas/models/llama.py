@@ -46,9 +46,10 @@ class Decoder(nn.Module):
         self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(
-            config.vocab_size, config.hidden_size, dtype=dtype, device=device
-        ).requires_grad_(False)
+        # from_pretrained: the constructor would fill it with random numbers first.
+        self.embed_tokens: nn.Embedding = nn.Embedding.from_pretrained(  # type: ignore[no-untyped-call]
+            torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        )
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, dtype=dtype, device=device)
             for layer in range(config.num_layers)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fixtures.checkpoints import (
     DraftShape,
+    draft_config,
     write_draft,
     write_target,
 )
@@ -232,10 +233,11 @@ def test_both_spellings(tmp_path: Path, family: str, rope: str) -> None:
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 5e5}
-LAST: dict[str, Any] = {
-    "num_states": 4,
-    "layer_ids": (2, 4, 6, 8),
-}  # of eight layers, the last one's output too
+# Of eight layers: what leaves the last one too.
+LAST: dict[str, Any] = {"num_states": 4, "layer_ids": (2, 4, 6, 8)}
+HALF = {"partial_rotary_factor": 0.5}
+NESTED = DraftShape(format="speculators", layer_ids=(2, 4, 5))
+NESTED_LAYER = draft_config(NESTED)["transformer_layer_config"] | {"rope_parameters": PLAIN_ROPE}
 # Drafts as they are found: (shape, keys of config.json beside it, rope of the layer).
 DRAFTS: dict[str, tuple[DraftShape, dict[str, Any], dict[str, Any]]] = {
     "qwen": (DraftShape(format="speculators", qk_norm=True, has_embedding=True), {}, {}),
@@ -266,7 +268,9 @@ DRAFTS: dict[str, tuple[DraftShape, dict[str, Any], dict[str, Any]]] = {
         {"rope_parameters": PLAIN_ROPE, "rope_scaling": PLAIN_ROPE},
         PLAIN_ROPE,
     ),
+    "nested-rope-parameters": (NESTED, {"transformer_layer_config": NESTED_LAYER}, PLAIN_ROPE),
     "yarn": (DraftShape(rope_theta=5e5, rope_scaling=YARN), {}, {"rope_theta": 5e5, **YARN}),
+    "partly-rotated": (DraftShape(), HALF, HALF),
 }
 
 
@@ -277,25 +281,20 @@ class SlowestDraft(SlowDraft):
         target = read_target_config(folder.parent / "target")
         config = read_draft_config(folder, target)
         super().__init__(config, weights)
-        decoder = config.decoder
-        theirs = LlamaConfig(
-            head_dim=decoder.head_dim,
-            max_position_embeddings=decoder.max_position_embeddings,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0} | rope,
-        )
+        dim = int(config.decoder.head_dim * rope.get("partial_rotary_factor", 1.0))
         if rope.get("rope_type") == "yarn":
+            theirs = LlamaConfig(head_dim=dim, rope_parameters=rope)
             inv_freq, self.scale = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
         else:
-            exponent = torch.arange(0, decoder.head_dim, 2) / decoder.head_dim
-            inv_freq, self.scale = theirs.rope_parameters["rope_theta"] ** -exponent.double(), 1.0
-        self.inv_freq = inv_freq.double()
+            exponent = torch.arange(0, dim, 2) / dim
+            inv_freq, self.scale = rope.get("rope_theta", 1e4) ** -exponent.double(), 1.0
+        self.inv_freq, self.dim = inv_freq.double(), dim
 
     def rotate(self, head: Tensor, position: int) -> Tensor:
         angle = position * self.inv_freq
         turn = torch.complex(angle.cos(), angle.sin()) * self.scale
-        low, high = head.chunk(2)
-        turned = torch.complex(low, high) * turn
-        return torch.cat((turned.real, turned.imag))
+        turned = torch.complex(*head[: self.dim].chunk(2)) * turn
+        return torch.cat((turned.real, turned.imag, head[self.dim :]))
 
     def _heads(self, name: str, read: Tensor) -> Tensor:
         heads = super()._heads(name, read)

@@ -1,28 +1,19 @@
 """The command line: its surface, its exit codes, and what it says."""
 
-import dataclasses
-import json
 import os
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from fixtures.tiny_pair import write_pair
-from rich.console import Console
+from fixtures.command_line import run
 from typer.testing import CliRunner
 
-from eyas.bench.timing import Rates
 from eyas.cli import app
-from eyas.cli.flags import SAMPLING_HELP, flag_parameters
-from eyas.cli.generate import describe_speed
-from eyas.cli.progress import ProgressBars
-from eyas.config import EngineConfig
-from eyas.types import CheckError, EyasError, Finding, SamplingParams, Severity
+from eyas.types import CheckError, EyasError, Finding, Severity
 
 CACHING = "--prefix-caching/--no-prefix-caching"
 ENGINE = (
@@ -48,21 +39,6 @@ SURFACE = {
 }
 
 
-@dataclasses.dataclass
-class Ran:
-    """What a command left: exit code and both outputs, without line breaks in the error."""
-
-    code: int
-    out: str
-    err: str
-
-
-def run(*arguments: object) -> Ran:
-    result = CliRunner().invoke(app, [str(a) for a in arguments], prog_name="eyas")
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return Ran(result.exit_code, result.stdout, " ".join(result.stderr.split()))
-
-
 def surface(command: Any, name: str = "") -> dict[str, set[str]]:
     """Arguments and flags by command, help options left out."""
     if hasattr(command, "commands"):
@@ -77,11 +53,6 @@ def surface(command: Any, name: str = "") -> dict[str, set[str]]:
         if "--help" not in flags:
             names.add("/".join(flags) if is_flag else parameter.name)
     return {name: names}
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return write_pair(tmp_path_factory.mktemp("pair"))
 
 
 def test_the_surface_is_this_one() -> None:
@@ -185,223 +156,3 @@ def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eyas.cli.generate.load", fail)
     result = CliRunner().invoke(app, ["demo"])
     assert isinstance(result.exception, ZeroDivisionError)
-
-
-def test_flags_arrive_as_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[Any] = []
-
-    def serve(config: EngineConfig, **settings: object) -> int:
-        served.append((config, settings))
-        return 3
-
-    module = types.ModuleType("eyas.server.launch")
-    module.serve = serve  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "eyas.server.launch", module)
-    monkeypatch.setattr("eyas.server.launch", module, raising=False)
-    ran = run(
-        *"serve big --draft small --draft-boundaries 2,15,27 --no-draft-norm-output --topk 2 "
-        "--dtype float16 --kv-cache-tokens 4096 --no-prefix-caching --simulate-acceptance 2.5 "
-        "--host 0.0.0.0 --port 81 --served-model-name name".split()
-    )
-    assert ran.code == 3
-    config = EngineConfig(
-        model="big",
-        draft="small",
-        draft_boundaries=(2, 15, 27),
-        draft_norm_output=False,
-        topk=2,
-        dtype="float16",
-        kv_cache_tokens=4096,
-        prefix_caching=False,
-        simulate_acceptance=(2.5,),
-    )
-    assert served == [(config, {"host": "0.0.0.0", "port": 81, "served_model_name": "name"})]
-    run("serve", "big")
-    assert served[1] == (
-        EngineConfig(model="big"),
-        {"host": "127.0.0.1", "port": 8000, "served_model_name": None},
-    )
-
-
-def test_every_setting_has_a_flag_and_a_text() -> None:
-    names = {field.name for field in dataclasses.fields(EngineConfig)}
-    texts = {field.name: field.metadata["help"] for field in dataclasses.fields(EngineConfig)}
-    assert set(flag_parameters(EngineConfig, texts)) == names
-    assert all(text[0].isupper() and text.endswith(".") for text in texts.values())
-    assert set(SAMPLING_HELP) <= {field.name for field in dataclasses.fields(SamplingParams)}
-
-
-def test_a_setting_of_an_unknown_kind_is_noticed() -> None:
-    @dataclasses.dataclass
-    class Odd:
-        sizes: dict[str, int] | None = None
-
-    with pytest.raises(AssertionError, match="no flag for sizes"):
-        flag_parameters(Odd, {"sizes": "Sizes."})
-
-
-def test_engines_of_the_audit_are_those_that_it_reads() -> None:
-    from eyas.audit import ENGINES
-
-    choices = ", ".join(repr(engine) for engine in ENGINES)
-    assert f"'none' is not one of {choices}." in run("audit", ".", "--engine", "none").err
-
-
-def test_audit(tmp_path: Path) -> None:
-    ran = run("audit", tmp_path / "nowhere", "--engine", "sglang")
-    assert ran.code == 1 and "nowhere" in ran.err
-
-
-def test_check_of_a_pair_that_fits(pair: tuple[Path, Path]) -> None:
-    ran = run("check", pair[0], "--draft", pair[1])
-    assert ran.code == 0
-    assert "target and draft fit: 0 errors" in ran.out
-
-
-def test_check_as_json(pair: tuple[Path, Path]) -> None:
-    ran = run("check", pair[0], "--draft", pair[1], "--json", "--max-model-len", 4096)
-    report = json.loads(ran.out)
-    assert (ran.code, report["ok"]) == (2, False)
-    assert [finding["code"] for finding in report["findings"]] == ["model-length"]
-
-
-def test_check_names_everything_at_once(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    ran = run("check", pair[0], "--draft", tmp_path / "none", "--max-model-len", 4096, "--json")
-    found = {finding["code"]: finding for finding in json.loads(ran.out)["findings"]}
-    assert ran.code == 2
-    assert {"draft-not-found", "model-length"} <= set(found)
-    assert "does not exist" in found["draft-not-found"]["message"]
-
-
-def test_check_of_two_missing_folders(tmp_path: Path) -> None:
-    ran = run("check", tmp_path / "a", "--draft", tmp_path / "b", "--json")
-    codes = [finding["code"] for finding in json.loads(ran.out)["findings"]]
-    assert codes[:2] == ["target-not-found", "draft-not-found"]
-    assert len(codes) == len(set(codes))
-
-
-def test_check_of_a_folder_never_asks_the_network(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import socket
-
-    def refuse(*arguments: object, **settings: object) -> None:
-        raise AssertionError("a connection was tried")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    assert run("check", pair[0], "--draft", pair[1]).code == 0
-
-
-def test_check_is_quick(pair: tuple[Path, Path]) -> None:
-    code = (
-        "import sys, time; from eyas.cli import app\n"
-        f"try: app(['check', {str(pair[0])!r}, '--draft', {str(pair[1])!r}])\n"
-        "except SystemExit as end: assert end.code == 0\n"
-        "print('transformers' in sys.modules, time.process_time(), file=sys.stderr)"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    has_transformers, seconds = ran.stderr.split()
-    assert has_transformers == "False"
-    # The promise is 5 s on an idle machine; CPU time grows on a crowded one.
-    assert float(seconds) < 10
-
-
-def test_check_leaves_the_weights_of_a_hub_repository_where_they_are(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[str, bool]] = []
-
-    def resolve(name: str, *, weights: bool, progress: object) -> Path:
-        asked.append((name, weights))
-        return pair[1] if name == "some/draft" else pair[0]
-
-    monkeypatch.setattr("eyas.cli.check.resolve_model", resolve)
-    assert run("check", "some/target", "--draft", "some/draft").code == 0
-    assert asked == [("some/target", False), ("some/draft", False)]
-
-
-def test_generate_one_prompt(pair: tuple[Path, Path]) -> None:
-    plain = run("generate", pair[0], "--prompt", "the end", "--max-tokens", 9, "--ignore-eos")
-    draft = run(
-        *("generate", pair[0], "--draft", pair[1], "--prompt", "the end", "--max-tokens", 9),
-        "--ignore-eos",
-    )
-    assert plain.code == draft.code == 0
-    assert plain.out == draft.out and len(plain.out) > 1
-    assert re.search(r"9 tokens, [\d.]+ tok/s, first token after [\d.]+ s$", plain.err)
-    assert re.search(r"[\d.]+ tokens per target forward$", draft.err)
-
-
-def test_generate_a_batch_says_what_each_would_say_alone(pair: tuple[Path, Path]) -> None:
-    settings = ("--max-tokens", 8, "--ignore-eos", "--temperature", 0.8, "--seed", 3)
-    both = run("generate", pair[0], "--prompt", "one", "--prompt", "two", *settings)
-    assert both.code == 0
-    for prompt in ("one", "two"):
-        alone = run("generate", pair[0], "--prompt", prompt, *settings)
-        assert f"> {prompt}\n{alone.out}" in both.out
-    assert both.err.count("8 tokens, finished by length") == 2
-
-
-def test_generate_until_a_stop_text(pair: tuple[Path, Path]) -> None:
-    settings = ("generate", pair[0], "--prompt", "hi", "--max-tokens", 20, "--ignore-eos")
-    whole = run(*settings).out.rstrip("\n")
-    stop = whole[len(whole) // 2 :][:2]
-    ran = run(*settings, "--stop", "not in it", "--stop", stop)
-    assert ran.out == whole[: whole.index(stop)] + "\n"
-
-
-def test_generate_with_and_without_the_template(pair: tuple[Path, Path]) -> None:
-    settings = ("--prompt", "hi", "--max-tokens", 6, "--ignore-eos")
-    default, chat, text = (
-        run("generate", pair[0], *settings, *more).out for more in ([], ["--chat"], ["--no-chat"])
-    )
-    assert default == chat != text
-
-
-def test_bench_writes_its_json(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    settings = ("--new-tokens", 8, "--prompt-tokens", 32, "--repeats", 1, "--batch", "1,2")
-    ran = run("bench", "offline", pair[0], *settings, "--json", path)
-    assert ran.code == 0, ran.err
-    assert "batch 2" in ran.out
-    assert [batch["batch_size"] for batch in json.loads(path.read_text())["batches"]] == [1, 2]
-    ran = run("bench", "offline", pair[0], *settings, "--json", tmp_path / "no" / "folder")
-    assert ran.code == 1 and "cannot be written" in ran.err
-
-
-def test_demo_in_a_process_of_its_own(smollm2_dir: Path) -> None:
-    command = [sys.executable, "-m", "eyas", "demo", "--max-tokens", "12", "--prompt", "Say hello."]
-    ran = subprocess.run(command, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    assert len(ran.stdout.split()) > 2
-    assert "tok/s, first token after" in ran.stderr
-    assert "Next: `eyas serve smollm2-135m`" in ran.stderr
-
-
-def test_speed_is_told_as_far_as_it_is_known() -> None:
-    known = Rates(12, 3.0, 1.0, 10, 2.0)
-    assert describe_speed(known, (4, 10), True) == (
-        "12 tokens, 5.0 tok/s, first token after 1.00 s, 2.50 tokens per target forward"
-    )
-    unknown = Rates(2, 1.0, 1.0, 0, 0.0)
-    assert describe_speed(unknown, (0, 0), True) == "2 tokens, first token after 1.00 s"
-
-
-def test_progress_without_a_terminal_is_a_line_a_step() -> None:
-    console = Console(record=True, width=100, force_terminal=False)
-    with ProgressBars(console) as bars:
-        for done in (0, 2**20, 2**21, 2**21):
-            bars("loading target", done, 2**21)
-        bars.counter("running")(1, 2)
-    text = console.export_text()
-    assert re.fullmatch(r"loading target: 2 MiB in \d+\.\d s\n", text)
-
-
-def test_progress_on_a_terminal_is_a_bar() -> None:
-    console = Console(record=True, width=100, force_terminal=True)
-    with ProgressBars(console) as bars:
-        bars("loading target", 2**20, 2**21)
-        bars.counter("running")(1, 2)
-    text = console.export_text()
-    assert "1.0/2.0 MiB" in text and "1/2" in text

@@ -141,8 +141,7 @@ class _Check:
         except EyasError as error:
             self.findings.error("target", "unsupported-architecture", str(error))
             return
-        self._report_interface("target", model_class, Target)
-        self.target.model = self._build("target", model_class, target)
+        self.target.model = self._build("target", model_class, target, interface=Target)
         if self.target.model is not None:
             self._measure(self.target)
             if is_plain:
@@ -171,14 +170,17 @@ class _Check:
         is_plain = report_dtype("draft", draft.decoder, checkpoint, self.dtype, self.findings)
         self.facts["draft"] = describe_draft(draft)
         self.facts["boundaries"] = f"{list(draft.boundaries)}: {draft.boundary_rule}"
-        self._report_interface("draft", Eagle3Draft, Draft)
-        self.draft.model = self._build("draft", Eagle3Draft, draft)
+        self.draft.model = self._build("draft", Eagle3Draft, draft, interface=Draft)
         if self.draft.model is not None:
             self._measure(self.draft)
             if is_plain:
                 report_coverage("draft", self.draft.model, checkpoint, self.findings)
 
-    def _report_interface(self, subject: str, model_class: type, interface: type) -> None:
+    def _build(
+        self, subject: str, model_class: Any, config: Any, *, interface: type
+    ) -> nn.Module | None:
+        """The module tree without memory; None, with a finding, if it cannot be built or lacks
+        part of its interface."""
         missing = missing_members(model_class, interface)
         if missing:
             self.findings.error(
@@ -187,9 +189,7 @@ class _Check:
                 f"{model_class.__name__} lacks {', '.join(missing)}",
                 f"add them: contract.{interface.__name__} declares what speculation needs",
             )
-
-    def _build(self, subject: str, model_class: Any, config: Any) -> nn.Module | None:
-        """The module tree without memory; None, with a finding, if it cannot be built."""
+            return None
         try:
             # One position: the rotary table is no weight, and a long one takes seconds.
             model: nn.Module = model_class(config, dtype=self.dtype, device="meta", max_model_len=1)

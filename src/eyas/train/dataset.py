@@ -105,7 +105,9 @@ def _row(line: str, where: str) -> Row:
         ) from error
     lists = isinstance(input_ids, list) and isinstance(loss_mask, list)
     if not lists or not all(type(t) is int and t >= 0 for t in input_ids):
-        raise DatasetError(f"{where}: input_ids and loss_mask must be lists of token ids and of 0/1")
+        raise DatasetError(
+            f"{where}: input_ids and loss_mask must be lists of token ids and of 0/1"
+        )
     try:
         return Row(input_ids, loss_mask, str(source))
     except DatasetError as error:

@@ -1,0 +1,119 @@
+"""Prompt files, and the rule that nothing of an evaluation file is trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import unicodedata
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from eyas.types import EyasError
+
+_MAX_SHOWN = 3  # prompts quoted in a refusal
+
+
+class PromptError(EyasError):
+    """A prompt file that cannot be used; the text says which line, and what to write."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """The user's side of a conversation. system: None leaves the template its own default."""
+
+    turns: tuple[str, ...]
+    source: str = ""
+    system: str | None = None
+
+    def messages(self) -> list[dict[str, str]]:
+        """The messages before the first answer."""
+        first = {"role": "user", "content": self.turns[0]}
+        if self.system is None:
+            return [first]
+        return [{"role": "system", "content": self.system}, first]
+
+
+def read_prompts(paths: Sequence[Path]) -> list[Prompt]:
+    """The prompts of .jsonl and .jsonl.gz files, in order.
+
+    A line has "prompt" (a text), "turns" (texts of the user) or "messages" (as in chat requests;
+    answers in them are left out, for the target writes its own). "source" is a name for reports,
+    by default the file's. Raises PromptError for anything else.
+    """
+    return [prompt for path in paths for prompt in _read(path)]
+
+
+def _read(path: Path) -> list[Prompt]:
+    opened = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opened(path, "rt", encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise PromptError(f"prompt file {path} cannot be read: {error}") from error
+    source = path.name.partition(".")[0]
+    prompts = [
+        _prompt(line, f"{path}:{number}", source)
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise PromptError(f"prompt file {path} is empty")
+    return prompts
+
+
+def _prompt(line: str, where: str, source: str) -> Prompt:
+    try:
+        data = json.loads(line)
+    except ValueError as error:
+        raise PromptError(f"{where} is not valid JSON: {error}") from None
+    turns, system = _turns(data) if isinstance(data, dict) else ((), None)
+    if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise PromptError(
+            f'{where} is no prompt: write {{"prompt": "..."}}, {{"turns": ["...", "..."]}} or '
+            '{"messages": [{"role": "user", "content": "..."}]}'
+        )
+    return Prompt(tuple(turns), str(data.get("source", source)), system)
+
+
+def _turns(data: dict[str, Any]) -> tuple[Sequence[Any], str | None]:
+    if "prompt" in data:
+        return [data["prompt"]], None
+    if isinstance(data.get("turns"), list):
+        return data["turns"], None
+    messages = data.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        return (), None
+    roles = [message.get("role") for message in messages]
+    if not set(roles) <= {"system", "user", "assistant"} or "system" in roles[1:]:
+        return (), None
+    system = str(messages[0].get("content")) if roles[0] == "system" else None
+    return [m.get("content") for m in messages if m["role"] == "user"], system
+
+
+def normalised(text: str) -> str:
+    """A text without what may differ between two copies of it: case, punctuation, spaces."""
+    folded = unicodedata.normalize("NFKC", text).casefold()
+    return " ".join("".join(c if c.isalnum() else " " for c in folded).split())
+
+
+def normalised_turns(prompts: Iterable[Prompt]) -> set[str]:
+    """Every user turn, normalised; those without a letter or digit are left as they are."""
+    return {normalised(turn) or turn for prompt in prompts for turn in prompt.turns}
+
+
+def shared_with(prompts: Sequence[Prompt], held_out: Collection[str]) -> list[Prompt]:
+    """The prompts that have a turn in a set of normalised turns."""
+    return [p for p in prompts if not normalised_turns([p]).isdisjoint(held_out)]
+
+
+def refuse_overlap(prompts: Sequence[Prompt], evaluation: Sequence[Prompt]) -> None:
+    """Raises PromptError when a prompt to train on is in the evaluation too."""
+    shared = shared_with(prompts, normalised_turns(evaluation))
+    if shared:
+        quoted = "; ".join(repr(p.turns[0][:80]) for p in shared[:_MAX_SHOWN])
+        raise PromptError(
+            f"{len(shared)} of the prompts to train on are in the evaluation file: take them out, "
+            f"or the evaluation would measure memory ({quoted})"
+        )

@@ -30,6 +30,10 @@ class RMSNorm(nn.Module):
         """[..., H] -> [..., H], computed in fp32."""
         return kernels.rms_norm(x_TH, self.weight, self.eps)
 
+    def add(self, x_TH: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + delta, norm(x + delta)), each [..., H]."""
+        return kernels.add_rms_norm(x_TH, delta_TH, self.weight, self.eps)
+
 
 class RotaryEmbedding:
     """cos and sin by position as a table, made once.
@@ -101,18 +105,29 @@ class SelfAttention(nn.Module):
 
     def project(self, x_TH: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, Nq, D] and k [T, Nk, D], rotated, and v [T, Nk, D]."""
-        heads = self.qkv_proj(x_TH).view(len(x_TH), -1, self.head_dim)
+        return self._rotated(self.qkv_proj(x_TH), rotary)
+
+    def _rotated(
+        self, qkv_TE: Tensor, rotary: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads = qkv_TE.view(len(qkv_TE), -1, self.head_dim)
         num_q, num_k = self.num_heads, self.num_kv_heads
-        qk, v = torch.split(heads, (num_q + num_k, num_k), dim=1)
+        qk, v = torch.split(heads, [num_q + num_k, num_k], dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, :num_q]), self.k_norm(qk[:, num_q:])), dim=1)
-        q, k = torch.split(kernels.apply_rope(qk, *rotary), (num_q, num_k), dim=1)
+        q, k = torch.split(kernels.apply_rope(qk, *rotary), [num_q, num_k], dim=1)
         return q, k, v
 
     def forward(self, x_TH: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         """[T, in] -> [T, H]."""
-        q_THD, k_TKD, v_TKD = self.project(x_TH, rotary)
-        attention.write(self.layer, k_TKD, v_TKD)
+        qkv_TE, q_THD = self.qkv_proj(x_TH), None
+        if self.q_norm is None and hasattr(attention, "rotate_and_write"):
+            q_THD = attention.rotate_and_write(
+                self.layer, qkv_TE, rotary, num_heads=self.num_heads
+            )
+        if q_THD is None:
+            q_THD, k_TKD, v_TKD = self._rotated(qkv_TE, rotary)
+            attention.write(self.layer, k_TKD, v_TKD)
         return self.o_proj(attention.attend(self.layer, q_THD))  # type: ignore[no-any-return]
 
 

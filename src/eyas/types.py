@@ -159,7 +159,8 @@ class StepOutput:
 
     new_token_ids: tokens emitted since the last output, in order. finish_reason: set on the last
     output. error: text when finish_reason is ERROR. num_rounds, num_round_tokens,
-    num_cached_tokens: so far, as in RequestOutput. logprobs: one a token, where asked for.
+    num_cached_tokens: so far, as in RequestOutput. accepted_counts: on the last output, as in
+    RequestOutput. logprobs: one a token, where asked for.
     """
 
     request_id: str
@@ -169,6 +170,7 @@ class StepOutput:
     num_rounds: int = 0
     num_round_tokens: int = 0
     num_cached_tokens: int = 0
+    accepted_counts: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
@@ -179,7 +181,8 @@ class RequestOutput:
     token_ids: all generated tokens, a final stop token included. num_rounds: target forwards
     after the prompt; num_round_tokens: tokens which they emitted (the prefill's own token is not
     among them), so that acceptance_length = num_round_tokens / num_rounds, the bonus included.
-    num_cached_tokens: prompt tokens taken from the prefix cache.
+    accepted_counts: entry a counts the rounds which emitted a drafted tokens; it ends with the
+    largest a seen. num_cached_tokens: prompt tokens taken from the prefix cache.
     """
 
     request_id: str
@@ -190,6 +193,7 @@ class RequestOutput:
     num_rounds: int = 0
     num_round_tokens: int = 0
     num_cached_tokens: int = 0
+    accepted_counts: tuple[int, ...] = ()
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     error: str | None = None
     index: int = 0

@@ -260,8 +260,7 @@ class Engine:
             tokens, reason = tokens[:num_kept], FinishReason.STOP
         request.output_token_ids += tokens
         if is_round:
-            request.num_rounds += 1
-            request.num_round_tokens += len(tokens)
+            request.count_round(num_accepted=result.num_accepted, num_tokens=len(tokens))
         self.scheduler.publish(request)
         if reason is not None:
             self._finish(request)
@@ -273,6 +272,7 @@ class Engine:
             num_rounds=request.num_rounds,
             num_round_tokens=request.num_round_tokens,
             num_cached_tokens=request.num_cached_tokens,
+            accepted_counts=() if reason is None else tuple(request.accepted_counts),
             logprobs=_asked_logprobs(request.params, result.logprobs[: len(tokens)]),
         )
 

@@ -129,6 +129,7 @@ class LLM:
             num_rounds=step.num_rounds,
             num_round_tokens=step.num_round_tokens,
             num_cached_tokens=step.num_cached_tokens,
+            accepted_counts=step.accepted_counts,
             error=step.error,
         )
 

@@ -30,7 +30,7 @@ class Request:
 
     arrival: order of priority (lower first). num_computed: tokens whose prefill was launched or
     found in the cache. num_published: pages that others can find. num_rounds, num_round_tokens,
-    num_cached_tokens: see RequestOutput.
+    num_cached_tokens, accepted_counts: see RequestOutput.
     """
 
     request_id: str
@@ -48,8 +48,18 @@ class Request:
     num_rounds: int = 0
     num_round_tokens: int = 0
     num_cached_tokens: int = 0
+    accepted_counts: list[int] = dataclasses.field(default_factory=list)
     num_published: int = 0
     page_keys: list[bytes] = dataclasses.field(default_factory=list)
+
+    def count_round(self, *, num_accepted: int, num_tokens: int) -> None:
+        """A round was read that accepted this many drafted tokens and emitted num_tokens."""
+        self.num_rounds += 1
+        self.num_round_tokens += num_tokens
+        num_accepted = min(num_accepted, num_tokens)  # a stop may have cut some of them
+        missing = num_accepted + 1 - len(self.accepted_counts)
+        self.accepted_counts += [0] * missing
+        self.accepted_counts[num_accepted] += 1
 
     @property
     def token_ids(self) -> list[int]:

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from fixtures.chi_square import p_value
-from fixtures.slow_draft import slow_gumbel
+from fixtures.slow_draft import slow_gumbel, slow_mix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,6 +87,29 @@ def test_extreme_positions_do_not_overflow() -> None:
     values = noise([7] * 3, [2**20, 2**31, 2**33], list(range(1000)))
     assert torch.isfinite(values).all()
     assert (values.mean(dim=1) - 0.577).abs().max() < 0.15
+
+
+def unmix(x: int) -> int:
+    """The inverse of the hash."""
+    x ^= x >> 15 ^ x >> 30
+    x = x * pow(0x735A2D97, -1, 2**32) % 2**32
+    x ^= x >> 15 ^ x >> 30
+    x = x * pow(0x21F0AAAD, -1, 2**32) % 2**32
+    return x ^ x >> 16
+
+
+@pytest.mark.parametrize("bits", [0, 1, 2**24, 2**31, 2**32 - 257, 2**32 - 129, 2**32 - 1])
+def test_the_extremes_of_the_uniform_are_finite(bits: int) -> None:
+    """32 random bits round to 2^32 in fp32 about once in 2^25 values: found here by inverting the
+    hash, as a random test would need a day."""
+    assert all(slow_mix(unmix(x)) == x for x in (0, 1, 2**31, 0xDEADBEEF, bits))
+    key = slow_mix(slow_mix(slow_mix(0x5851F42D)) + 9 * 0x1E3779B1 & 0xFFFFFFFF)
+    token = unmix(unmix(bits) ^ slow_mix(key ^ 0x2545F491)) ^ key
+    value = float(noise([0], [9], [token]))
+    assert value == pytest.approx(slow_gumbel(0, 9, token), rel=1e-6)
+    uniform = min((bits + 0.5) / 2**32, 1 - 2**-24)
+    assert value == pytest.approx(-math.log(-math.log1p(-uniform)), abs=1e-2)
+    assert -2.9 < value < 23
 
 
 def correlation(a: torch.Tensor, b: torch.Tensor) -> float:

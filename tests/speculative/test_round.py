@@ -12,7 +12,7 @@ from eyas.cache.pool import NULL_PAGE
 from eyas.config import PLAIN, TreeShape
 from eyas.engine.engine import Engine
 from eyas.engine.worker import Worker
-from eyas.kernels import SamplingMode
+from eyas.kernels import FINISH_LENGTH, FINISH_STOP, NO_FINISH, SamplingMode
 from eyas.speculative.round import RoundOutput
 
 MODE = SamplingMode(noise=True)
@@ -182,3 +182,20 @@ def test_a_round_reports_what_was_accepted_before_any_cut(w: World) -> None:
     assert cut.packed[:, -3].tolist() == [1, 1, 1]
     assert torch.equal(cut.packed[:, -1], whole.packed[:, -1])
     assert torch.equal(whole.packed[:, -1], whole.packed[:, -3] - 1)
+
+
+@pytest.mark.parametrize("tree", [PLAIN, WIDEST], ids=["plain", "tree"])
+def test_a_request_that_ended_is_at_rest_from_then_on(w: World, tree: TreeShape) -> None:
+    """By a stop token in slot 0 and by its last token in slot 1, before the host knows (D6)."""
+    _, worker = started(w)
+    state = worker.state
+    state.stop_ids_SM[0, 0] = w.plain[CHOSEN[0]][len(known(w, worker, 0, CHOSEN[0]))]
+    state.remaining_S[1] = 1
+    output = run_round(worker, [0, 1, 2], tree)
+    assert output.packed[:2, -3].tolist() == [1, 1]
+    assert output.packed[:, -2].tolist() == [FINISH_STOP, FINISH_LENGTH, NO_FINISH]
+    assert state.active_S[:3].tolist() == [False, False, True]
+    lengths = state.length_S[:2].tolist()
+    again = run_round(worker, [0, 1, 2], tree)
+    assert again.packed[:2, -3:-1].tolist() == [[0, NO_FINISH], [0, NO_FINISH]]
+    assert state.length_S[:2].tolist() == lengths and emitted(again, 2)

@@ -85,7 +85,7 @@ def test_nothing_of_the_former_request_is_left() -> None:
     )  # fmt: skip
     used.admit(1, settings(everything, stop_ids=range(MAX_STOP_IDS), output_token_ids=[1]))
     used.set_pages(1, [5, 6, 7, 8, 9])
-    used.active_S[1] = True
+    used.active_S[1], used.length_S[1] = True, 7
     used.release(1)
     assert not used.active_S[1]
     for made in (used, new):

@@ -19,7 +19,7 @@ CACHING = "--prefix-caching/--no-prefix-caching"
 ENGINE = (
     "model --draft --device --dtype --num-speculative-tokens --topk --num-tree-nodes "
     f"--max-batch-size --max-model-len --page-size --kv-cache-tokens {CACHING} "
-    "--prefill-chunk-tokens --simulate-acceptance --run-ahead --draft-boundaries "
+    "--prefill-chunk-tokens --cuda-graphs/--no-cuda-graphs --simulate-acceptance --run-ahead --draft-boundaries "
     "--draft-norm-output/--no-draft-norm-output"
 )
 SAMPLING = (

@@ -88,6 +88,7 @@ class EngineConfig:
     )
     prefill_chunk_tokens: int = _setting(512, "Prompt tokens processed between two rounds.")
     prefix_caching: bool = _setting(True, "Reuse the KV pages of prompts that begin alike.")
+    cuda_graphs: bool = _setting(True, "On a GPU, replay rounds as CUDA graphs.")
     simulate_acceptance: tuple[float, ...] | None = _setting(
         None,
         "Benchmarks only, the output is not the model's: tokens a round on average (3.0), or the "

@@ -65,12 +65,27 @@ def models(device: str) -> tuple[LlamaForCausalLM, Eagle3Draft]:
     return target, draft
 
 
-def worker(target: LlamaForCausalLM, draft: Draft | None, tree: TreeShape, device: str) -> Worker:
+def worker(
+    target: LlamaForCausalLM,
+    draft: Draft | None,
+    tree: TreeShape,
+    device: str,
+    *,
+    cuda_graphs: bool = False,
+) -> Worker:
     shape = WorkerShape(
         num_slots=len(PROMPTS), num_pages=80, page_size=16, max_model_len=MODEL_LEN, tree=tree
     )
     dtype = torch.float32
-    made = Worker(target, draft, shape=shape, dtype=dtype, draft_dtype=dtype, device=device)
+    made = Worker(
+        target,
+        draft,
+        shape=shape,
+        dtype=dtype,
+        draft_dtype=dtype,
+        device=device,
+        cuda_graphs=cuda_graphs,
+    )
     made.target_pool.poison()
     if made.draft_pool is not None:
         made.draft_pool.poison()
@@ -137,5 +152,8 @@ def test_replayed_rounds_give_the_tokens_of_the_engine(tree: TreeShape) -> None:
     assert all(len(tokens) == NEW_TOKENS for tokens in expected)
     target, draft = models("cuda")
     for run_ahead in (0, 1):
-        assert run_engine(worker(target, draft, tree, "cuda"), run_ahead=run_ahead) == expected
+        for cuda_graphs in (False, True):
+            made = worker(target, draft, tree, "cuda", cuda_graphs=cuda_graphs)
+            assert run_engine(made, run_ahead=run_ahead) == expected
+            assert (made.graphs is not None and len(made.graphs) > 0) == cuda_graphs
     assert run_graph(worker(target, draft, tree, "cuda"), tree) == expected

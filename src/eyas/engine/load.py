@@ -104,6 +104,7 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
         draft_dtype=dtype,
         device=device,
         simulate_acceptance=config.acceptance_rates(),
+        cuda_graphs=config.cuda_graphs,
     )
     clock.lap("build")
     engine = Engine(

@@ -12,6 +12,7 @@ from eyas.cache.pool import KVPool
 from eyas.config import MAX_TREE_NODES, TreeShape
 from eyas.contract.draft import Draft
 from eyas.contract.target import Target
+from eyas.engine.graph import RoundGraphs
 from eyas.kernels import SamplingMode
 from eyas.speculative.proposer import Proposer
 from eyas.speculative.round import PrefillChunk, RoundOutput, RoundRunner
@@ -101,7 +102,8 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 class Worker:
     """Runs prefill chunks and rounds. Results are not waited for: they come as `Pending`.
 
-    simulate_acceptance: chances by draft level of the worker's tree (benchmarks).
+    simulate_acceptance: chances by draft level of the worker's tree (benchmarks). cuda_graphs: on
+    a GPU, replay rounds as graphs.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class Worker:
         draft_dtype: torch.dtype,
         device: torch.device | str,
         simulate_acceptance: tuple[float, ...] | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
         self.shape, self.draft = shape, draft
         self._device = torch.device(device)
@@ -144,6 +147,14 @@ class Worker:
             if simulate_acceptance is None
             else SimulatedAcceptance(simulate_acceptance, device=device),
         )
+
+        self.graphs: RoundGraphs | None = None
+        if cuda_graphs and self._device.type == "cuda":
+            self.graphs = RoundGraphs(
+                self.runner,
+                num_slots=shape.num_slots,
+                max_kv_len=shape.max_pages * shape.page_size,
+            )
 
     def _pool(self, model: Target | Draft, dtype: torch.dtype) -> KVPool:
         return KVPool(
@@ -199,12 +210,17 @@ class Worker:
         tree: any shape within the worker's own (depth, topk and nodes).
         """
         max_kv_len = -(-max_kv_len // KV_LEN_STEP) * KV_LEN_STEP
-        slots_B = torch.tensor(slots, device=self._device)
         if tree.depth and not all(self._primed[slot] for slot in slots):
             assert self.proposer is not None, "a speculative round needs a draft"
-            self.proposer.prime(slots_B, max_kv_len=max_kv_len, mode=mode)
+            self.proposer.prime(self._on_device(slots), max_kv_len=max_kv_len, mode=mode)
         self._set_primed(slots, tree.depth > 0)
+        if self.graphs is not None:
+            return Pending(self.graphs.round(slots, tree, max_kv_len=max_kv_len, mode=mode))
+        slots_B = self._on_device(slots)
         return Pending(self.runner.round(slots_B, tree, max_kv_len=max_kv_len, mode=mode))
+
+    def _on_device(self, slots: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(slots, device=self._device)
 
     def _set_primed(self, slots: Sequence[int], primed: bool) -> None:
         for slot in slots:

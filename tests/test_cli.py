@@ -19,8 +19,8 @@ CACHING = "--prefix-caching/--no-prefix-caching"
 ENGINE = (
     "model --draft --device --dtype --num-speculative-tokens --topk --num-tree-nodes "
     f"--max-batch-size --max-model-len --page-size --kv-cache-tokens {CACHING} "
-    "--prefill-chunk-tokens --cuda-graphs/--no-cuda-graphs --simulate-acceptance --run-ahead --draft-boundaries "
-    "--draft-norm-output/--no-draft-norm-output"
+    "--prefill-chunk-tokens --cuda-graphs/--no-cuda-graphs --simulate-acceptance --run-ahead "
+    "--draft-boundaries --draft-norm-output/--no-draft-norm-output"
 )
 SAMPLING = (
     "--max-tokens --min-tokens --temperature --top-k --top-p --min-p --presence-penalty "

@@ -4,10 +4,11 @@ Two nets over the same rounds: a dispatch mode that sees every operator, and the
 which a value that is asked for does not exist.
 """
 
+import contextlib
 import copy
 import dataclasses
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from eyas.config import PLAIN, TreeShape
 from eyas.engine.worker import Worker
-from eyas.kernels import SamplingMode
+from eyas.kernels import SamplingMode, native
 from eyas.types import SamplingParams
 
 # Read a value on the host, make a shape of data, or copy a host value to the device.
@@ -159,6 +160,13 @@ def w() -> World:
     return world()
 
 
+@pytest.fixture(params=["native", "reference"])
+def kernels_in_use(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With the C kernels, which the guard does not see, and with torch operations alone."""
+    with native.disabled() if request.param == "reference" else contextlib.nullcontext():
+        yield
+
+
 def prepared(w: World, tree: TreeShape, *, seed: int, draft: object = None) -> Worker:
     """A worker with three prompts in their slots (others of the same lengths for other seeds)."""
     engine = make_engine(w.target, draft or w.draft, worker_shape(tree, num_slots=4))
@@ -179,6 +187,7 @@ def trace_of(worker: Worker, tree: TreeShape, mode: SamplingMode) -> list[tuple[
     return guard.trace
 
 
+@pytest.mark.usefixtures("kernels_in_use")
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("shape", list(SHAPES))
 def test_the_round_neither_waits_nor_changes_shape(w: World, shape: str, mode: str) -> None:
@@ -193,6 +202,7 @@ def test_the_round_neither_waits_nor_changes_shape(w: World, shape: str, mode: s
     assert first[:half] == first[half:]
 
 
+@pytest.mark.usefixtures("kernels_in_use")
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_finished_and_accepting_requests_take_the_same_path(w: World, shape: str) -> None:
     """A perfect draft, and slots that have nothing to do."""
@@ -232,6 +242,8 @@ def on_meta(worker: Worker) -> Worker:
                 memo[id(value)] = nn.Parameter(value.data.to("meta"), requires_grad=False)
             elif isinstance(value, Tensor):
                 memo[id(value)] = value.to("meta")
+            elif isinstance(value, list | tuple) and type(value) in (list, tuple):
+                memo[id(value)] = type(value)(move(item) for item in value)
             elif isinstance(value, dict):
                 memo[id(value)] = {key: move(item) for key, item in value.items()}
             elif hasattr(value, "__dict__") and not isinstance(value, NO_STATE):

@@ -88,8 +88,9 @@ def test_backends_are_those_that_run(folder: Path, monkeypatch: pytest.MonkeyPat
     # Another attention or another kernel comes with another name here.
     assert type(engine.worker.runner.backend).__name__ == "TorchBackend"
     assert named["attention"].startswith("torch reference")
-    assert kernels.rms_norm.__module__ == "eyas.kernels.reference"
-    assert named["kernels"] == "torch reference"
+    assert kernels.rms_norm.__module__ == "eyas.kernels.dispatch"
+    assert named["kernels"] == kernels.native.status()
+    assert backends("cuda")["kernels"] == "torch reference"
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert "oneDNN" not in backends("cpu")["linear layers"]
     assert backends("cuda")["linear layers"] == "cuBLAS"

@@ -12,12 +12,13 @@ read, P pages a request, H query heads, K key/value heads, G = H / K, D head siz
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eyas import kernels
 from eyas.cache.pool import KVPool
 
 
@@ -39,15 +40,53 @@ class TorchAttention:
     def __init__(self, pool: KVPool, *, write_T: Tensor, segments: Sequence[Segment]) -> None:
         self._pool, self._write_T, self._segments = pool, write_T, segments
         self._grouped_bias: dict[int, list[Tensor]] = {}
+        self._rotary: tuple[Tensor, Tensor] | None = None
+        self._writer: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+        self._few_rows: list[Callable[[Tensor, Tensor, Tensor, Tensor], None] | None] | None = None
+
+    def rotate_and_write(
+        self, layer: int, qkv_TE: Tensor, rotary: tuple[Tensor, Tensor], *, num_heads: int
+    ) -> Tensor | None:
+        """contract.attention.RotatingAttention, where a kernel does it in one go."""
+        cache = self._pool.layers[layer]
+        if self._rotary is not rotary:  # the same object for all layers
+            self._rotary = rotary
+            self._writer = kernels.plan_rope_write(
+                qkv_TE, rotary, self._write_T, cache, num_heads=num_heads
+            )
+        return None if self._writer is None else self._writer(qkv_TE, *cache)
 
     def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Store keys and values of the batch's rows."""
         k_RKD, v_RKD = self._pool.layers[layer]
         k_RKD.index_copy_(0, self._write_T, k_TKD)
-        v_RKD.index_copy_(0, self._write_T, v_TKD)
+        if self._pool.layout.v_head_dim:  # else the value is part of the key
+            v_RKD.index_copy_(0, self._write_T, v_TKD)
 
-    def attend(self, layer: int, q_THD: Tensor) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, *, scale: float | None = None) -> Tensor:
         """[T, H, D] -> [T, H * Dv]."""
+        if scale is not None or self._pool.layout.value_in_key:
+            return self._attend_by_gathering(layer, q_THD, scale)
+        if self._few_rows is None:
+            self._few_rows = [
+                kernels.plan_attention(q_THD, s.read_T, s.bias_BQS, self._pool.layers[layer])
+                for s in self._segments
+            ]
+        if None in self._few_rows:
+            return self._attend_by_gathering(layer, q_THD)
+        k_RKD, v_RKD = self._pool.layers[layer]
+        num_tokens, num_heads, _ = q_THD.shape
+        out_TE = q_THD.new_empty(num_tokens, num_heads * v_RKD.shape[2])
+        for attend, segment in zip(self._few_rows, self._segments, strict=True):
+            assert attend is not None
+            start = segment.start
+            if start:
+                attend(q_THD[start:], k_RKD, v_RKD, out_TE[start:])
+            else:
+                attend(q_THD, k_RKD, v_RKD, out_TE)
+        return out_TE
+
+    def _attend_by_gathering(self, layer: int, q_THD: Tensor, scale: float | None = None) -> Tensor:
         num_groups = q_THD.shape[1] // self._pool.layout.num_kv_heads
         if num_groups not in self._grouped_bias:  # made once, used by every layer
             self._grouped_bias[num_groups] = [
@@ -55,13 +94,18 @@ class TorchAttention:
             ]
         biases = self._grouped_bias[num_groups]
         parts = [
-            self._attend_segment(layer, q_THD, segment, bias)
+            self._attend_segment(layer, q_THD, segment, bias, scale)
             for segment, bias in zip(self._segments, biases, strict=True)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _attend_segment(
-        self, layer: int, q_THD: Tensor, segment: Segment, bias_B1GQS: Tensor
+        self,
+        layer: int,
+        q_THD: Tensor,
+        segment: Segment,
+        bias_B1GQS: Tensor,
+        scale: float | None,
     ) -> Tensor:
         num_requests, num_queries, num_read = segment.bias_BQS.shape
         num_kv_heads = self._pool.layout.num_kv_heads
@@ -73,13 +117,15 @@ class TorchAttention:
         else:
             q = q.reshape(num_requests, num_queries, num_kv_heads, -1, q.shape[-1])
             q = q.permute(0, 2, 3, 1, 4).reshape(num_requests, num_kv_heads, -1, q.shape[-1])
-        k, v = (
+        caches, value_in_key = self._pool.layers[layer], self._pool.layout.value_in_key
+        k, *values = (
             cache_RKD.index_select(0, segment.read_T)
             .view(num_requests, num_read, num_kv_heads, -1)
             .transpose(1, 2)
-            for cache_RKD in self._pool.layers[layer]
+            for cache_RKD in (caches[:1] if value_in_key else caches)
         )
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias_B1GQS)
+        v = k[..., :value_in_key] if value_in_key else values[0]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias_B1GQS, scale=scale)
         if num_queries > 1:
             out = out.view(num_requests, num_kv_heads, -1, num_queries, out.shape[-1])
             out = out.permute(0, 3, 1, 2, 4)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from eyas.config import EngineConfig
+from eyas.kernels import native
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import ModelConfig
 from eyas.types import EyasError
@@ -50,7 +51,8 @@ def backends(device: str) -> dict[str, str]:
         linear = "oneDNN, weights packed if that is faster when timed at load"
     return {
         "attention": "torch reference: pages gathered, scaled_dot_product_attention",
-        "kernels": "torch reference",
+        # On a CPU, for few rows (attention's too), C that is compiled at first use.
+        "kernels": native.status() if device == "cpu" else "torch reference",
         "linear layers": linear,
     }
 

@@ -1,9 +1,10 @@
 """Device kernels. Callers use this package's names; which implementation runs is decided here.
 
-`reference` holds the torch implementation of every kernel: the only one on a CPU, and the oracle
-of each Triton kernel.
+`reference` holds the torch implementation of every kernel, on any device: the oracle of each other
+one. `dispatch` lets `native` (C, for few rows on a CPU) take what it serves.
 """
 
+from eyas.kernels.dispatch import add_rms_norm, plan_attention, plan_rope_write, rms_norm, silu_mul
 from eyas.kernels.reference import (
     FINISH_LENGTH,
     FINISH_STOP,
@@ -13,8 +14,6 @@ from eyas.kernels.reference import (
     copy_kv_rows,
     cut_emitted,
     gumbel_noise,
-    rms_norm,
-    silu_mul,
     walk_tree,
 )
 from eyas.kernels.sampling import SamplingMode, apply_penalties, token_logprobs, truncate
@@ -24,12 +23,15 @@ __all__ = [
     "FINISH_STOP",
     "NO_FINISH",
     "SamplingMode",
+    "add_rms_norm",
     "apply_penalties",
     "apply_rope",
     "choose_tokens",
     "copy_kv_rows",
     "cut_emitted",
     "gumbel_noise",
+    "plan_attention",
+    "plan_rope_write",
     "rms_norm",
     "silu_mul",
     "token_logprobs",

@@ -22,6 +22,14 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     return (wide * scale).to(x_TH.dtype) * weight_H
 
 
+def add_rms_norm(
+    x_TH: Tensor, delta_TH: Tensor, weight_H: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(x + delta, its RMSNorm), the sum rounded to x's dtype first."""
+    total_TH = x_TH + delta_TH
+    return total_TH, rms_norm(total_TH, weight_H, eps)
+
+
 def apply_rope(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     """Half-split (NeoX) rotation of all heads; cos and sin in x's dtype.
 

@@ -54,8 +54,9 @@ class Eagle3Layer(nn.Module):
     ) -> Tensor:
         """The pre-norm output of the layer."""
         x, residual_TH = self.attention_input(embed_TH, hidden_TH)
-        residual_TH = residual_TH + self.self_attn(x, rotary, attention)
-        return residual_TH + self.mlp(self.post_attention_layernorm(residual_TH))  # type: ignore[no-any-return]
+        attended_TH = self.self_attn(x, rotary, attention)
+        residual_TH, normed_TH = self.post_attention_layernorm.add(residual_TH, attended_TH)
+        return residual_TH + self.mlp(normed_TH)  # type: ignore[no-any-return]
 
 
 class Eagle3Draft(nn.Module):

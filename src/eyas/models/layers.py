@@ -122,9 +122,7 @@ class SelfAttention(nn.Module):
         """[T, in] -> [T, H]."""
         qkv_TE, q_THD = self.qkv_proj(x_TH), None
         if self.q_norm is None and hasattr(attention, "rotate_and_write"):
-            q_THD = attention.rotate_and_write(
-                self.layer, qkv_TE, rotary, num_heads=self.num_heads
-            )
+            q_THD = attention.rotate_and_write(self.layer, qkv_TE, rotary, num_heads=self.num_heads)
         if q_THD is None:
             q_THD, k_TKD, v_TKD = self._rotated(qkv_TE, rotary)
             attention.write(self.layer, k_TKD, v_TKD)

@@ -35,8 +35,9 @@ class DecoderLayer(nn.Module):
         self, hidden_TH: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor:
         """The residual stream entering the next layer."""
-        hidden_TH = hidden_TH + self.self_attn(self.input_layernorm(hidden_TH), rotary, attention)
-        return hidden_TH + self.mlp(self.post_attention_layernorm(hidden_TH))  # type: ignore[no-any-return]
+        attended_TH = self.self_attn(self.input_layernorm(hidden_TH), rotary, attention)
+        hidden_TH, normed_TH = self.post_attention_layernorm.add(hidden_TH, attended_TH)
+        return hidden_TH + self.mlp(normed_TH)  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):

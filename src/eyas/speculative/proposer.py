@@ -34,14 +34,15 @@ class Proposer:
     ) -> Tree:
         """Grow the tree from the first-level candidates; draft rows live in scratch."""
         state, topk = self.state, shape.topk
-        length_B, page_table_BP = state.length_S[slots_B], state.page_table_SP[slots_B]
+        length_B = state.length_S.index_select(0, slots_B)
+        page_table_BP = state.page_table_SP.index_select(0, slots_B)
         builder = TreeBuilder(
             shape,
             state.candidate_token_SK[slots_B, :topk],
             state.candidate_score_SK[slots_B, :topk],
         )
-        hidden_BKH = state.draft_hidden_SH[slots_B][:, None].expand(-1, topk, -1)
-        chain = [state.pending_S[slots_B], builder.token_BK[:, 0]]
+        hidden_BKH = state.draft_hidden_SH.index_select(0, slots_B)[:, None].expand(-1, topk, -1)
+        chain = [state.pending_S.index_select(0, slots_B), builder.token_BK[:, 0]]
         slots_T = slots_B.repeat_interleave(topk)
         for level in range(1, shape.depth):
             plan = self.backend.plan_tree(
@@ -78,10 +79,10 @@ class Proposer:
         own key goes to scratch here too, so that a slot without any page can run.
         """
         state = self.state
-        length_B = state.length_S[slots_B]
+        length_B = state.length_S.index_select(0, slots_B)
         own = torch.ones(len(slots_B), 1, 1, dtype=torch.bool, device=slots_B.device)
         plan = self.backend.plan_tree(
-            page_table_BP=state.page_table_SP[slots_B],
+            page_table_BP=state.page_table_SP.index_select(0, slots_B),
             slots_B=slots_B,
             first_index=1,
             end_index_B=length_B,
@@ -90,8 +91,8 @@ class Proposer:
             max_kv_len=max_kv_len,
         )
         output = self.draft.forward(
-            state.pending_S[slots_B],
-            state.draft_input_SH[slots_B],
+            state.pending_S.index_select(0, slots_B),
+            state.draft_input_SH.index_select(0, slots_B),
             (length_B - 1).clamp(min=0),
             slots_B,
             plan,
@@ -100,9 +101,9 @@ class Proposer:
         token_BK, score_BK = self._propose(
             output.logits_TV, slots_B, length_B + 1, topk=topk, mode=mode
         )
-        state.draft_hidden_SH[slots_B] = output.hidden_TH
-        state.candidate_token_SK[slots_B] = token_BK
-        state.candidate_score_SK[slots_B] = score_BK
+        state.draft_hidden_SH.index_copy_(0, slots_B, output.hidden_TH)
+        state.candidate_token_SK.index_copy_(0, slots_B, token_BK)
+        state.candidate_score_SK.index_copy_(0, slots_B, score_BK)
 
     def _propose(
         self,
@@ -118,8 +119,10 @@ class Proposer:
         target_id_V = self.draft.target_ids_V
         scores_TV = logits_TV.float()
         if mode.noise:
-            temperature_T1 = self.state.temperature_S[slots_T][:, None]
-            noise_TV = kernels.gumbel_noise(self.state.seed_S[slots_T], position_T, target_id_V)
+            temperature_T1 = self.state.temperature_S.index_select(0, slots_T)[:, None]
+            noise_TV = kernels.gumbel_noise(
+                self.state.seed_S.index_select(0, slots_T), position_T, target_id_V
+            )
             warm_TV = scores_TV / torch.where(temperature_T1 > 0, temperature_T1, 1.0) + noise_TV
             scores_TV = torch.where(temperature_T1 > 0, warm_TV, scores_TV)
         if topk == 1:  # nothing is ranked against anything: no softmax needed
@@ -154,9 +157,10 @@ class Proposer:
         ends_page_T = valid_T & (index_T % size == 0)
         page_T = state.pages(slots_T, (index_T - 1).clamp(min=0), size)
         self.page_end_PH.index_copy_(0, torch.where(ends_page_T, page_T, TRASH_PAGE), hidden_TH)
-        kept_BH = state.draft_input_SH[slots_B]
-        moved_B1 = valid_T[last_B][:, None]
-        state.draft_input_SH[slots_B] = torch.where(moved_B1, hidden_TH[last_B], kept_BH)
+        kept_BH = state.draft_input_SH.index_select(0, slots_B)
+        moved_B1 = valid_T.index_select(0, last_B)[:, None]
+        moved_BH = torch.where(moved_B1, hidden_TH.index_select(0, last_B), kept_BH)
+        state.draft_input_SH.index_copy_(0, slots_B, moved_BH)
 
     def continue_from_page(self, slots_B: Tensor, tokens_B: Tensor, position_B: Tensor) -> None:
         """Store the entry that links a cached prefix to what follows (D7).
@@ -168,4 +172,4 @@ class Proposer:
         page_B = self.state.pages(slots_B, position_B, size)
         row_B = self.state.rows(slots_B, position_B + 1, size)
         plan = self.backend.plan_write(row_B)
-        self.draft.write_kv(tokens_B, self.page_end_PH[page_B], position_B, plan)
+        self.draft.write_kv(tokens_B, self.page_end_PH.index_select(0, page_B), position_B, plan)

@@ -14,7 +14,7 @@ V vocabulary, F captured features.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -79,6 +79,8 @@ class RoundRunner:
         self.target, self.backend, self.state = target, backend, state
         self.proposer, self.sampler = proposer, Sampler(state)
         self.simulated = simulated
+        # Told the name of each part of a round that has just ended; for hosts that time them.
+        self.on_part: Callable[[str], None] | None = None
 
     def round(
         self, slots_B: Tensor, shape: TreeShape, *, max_kv_len: int, mode: SamplingMode
@@ -89,8 +91,10 @@ class RoundRunner:
         A speculative shape needs `prime` first if the last round of a slot was a plain one.
         """
         state = self.state
-        length_B, page_table_BP = state.length_S[slots_B], state.page_table_SP[slots_B]
+        length_B = state.length_S.index_select(0, slots_B)
+        page_table_BP = state.page_table_SP.index_select(0, slots_B)
         tree = self._tree(slots_B, shape, max_kv_len=max_kv_len, mode=mode)
+        self._ended("draft")
         plan = self.backend.plan_tree(
             page_table_BP=page_table_BP,
             slots_B=slots_B,
@@ -108,15 +112,17 @@ class RoundRunner:
         path_BE, emitted_BE, num_accepted_B = self._accept(slots_B, tree, chosen_T, shape)
         num_emitted_B, finish_B = self.sampler.emit(slots_B, emitted_BE, num_accepted_B, mode=mode)
         self._commit(slots_B, length_B, path_BE, emitted_BE, num_emitted_B)
+        self._ended("verify")
         first_row_B1 = torch.arange(len(slots_B), device=path_BE.device)[:, None] * shape.num_nodes
         row_T = (first_row_B1 + path_BE).reshape(-1)
         if self.proposer is not None:
             assert output.features_TF is not None
-            features_TF = output.features_TF[row_T]
+            features_TF = output.features_TF.index_select(0, row_T)
             self._extend(slots_B, length_B, emitted_BE, features_TF, num_emitted_B)
             if shape.depth:
                 longest = max_kv_len + shape.depth + 1
                 self.proposer.prime(slots_B, max_kv_len=longest, mode=mode)
+        self._ended("draft")
         extra = torch.stack((num_emitted_B, finish_B, num_accepted_B), dim=1)
         packed = torch.cat((emitted_BE, extra), dim=1)
         return _with_logprobs(packed, logits_TV, row_T, emitted_BE, mode)
@@ -131,7 +137,7 @@ class RoundRunner:
         """
         state, device = self.state, self.state.device
         slots_B = torch.tensor([c.slot for c in chunks], device=device)
-        page_table_BP = state.page_table_SP[slots_B]
+        page_table_BP = state.page_table_SP.index_select(0, slots_B)
         tokens_T = torch.tensor([t for c in chunks for t in c.token_ids], device=device)
         positions = [p for c in chunks for p in range(c.start, c.end)]
         position_T = torch.tensor(positions, device=device)
@@ -143,13 +149,13 @@ class RoundRunner:
         last_B = lengths_B.cumsum(0) - 1
         final_B = torch.tensor([c.next_token is None for c in chunks], device=device)
         end_B = torch.tensor([c.end for c in chunks], device=device)
-        logits_BV = self.target.compute_logits(output.hidden_TH[last_B])
+        logits_BV = self.target.compute_logits(output.hidden_TH.index_select(0, last_B))
         chosen_B = self.sampler.choose(logits_BV, slots_B, end_B, mode=mode)
         known_B = torch.tensor([c.next_token or 0 for c in chunks], device=device)
         next_B = torch.where(final_B, chosen_B, known_B)
-        state.length_S[slots_B] = end_B
-        state.pending_S[slots_B] = next_B
-        state.active_S[slots_B] = final_B
+        state.length_S.index_copy_(0, slots_B, end_B)
+        state.pending_S.index_copy_(0, slots_B, next_B)
+        state.active_S.index_copy_(0, slots_B, final_B)
         num_accepted_B = torch.zeros_like(end_B)
         num_emitted_B, finish_B = self.sampler.emit(
             slots_B, next_B[:, None], num_accepted_B, mode=mode
@@ -173,11 +179,15 @@ class RoundRunner:
         rows_B = torch.arange(len(chunks), device=device)
         return _with_logprobs(packed, logits_BV, rows_B, next_B[:, None], mode)
 
+    def _ended(self, part: str) -> None:
+        if self.on_part is not None:
+            self.on_part(part)
+
     def _tree(
         self, slots_B: Tensor, shape: TreeShape, *, max_kv_len: int, mode: SamplingMode
     ) -> Tree:
         if not shape.depth:
-            return chain_tree(self.state.pending_S[slots_B][:, None])
+            return chain_tree(self.state.pending_S.index_select(0, slots_B)[:, None])
         assert self.proposer is not None, "a speculative round needs a draft"
         return self.proposer.draft_tree(slots_B, shape, max_kv_len=max_kv_len, mode=mode)
 
@@ -196,7 +206,8 @@ class RoundRunner:
                 tree.token_BN, tree.parent_BN, chosen_BN, depth=shape.depth
             )
         path_BE, emitted_BE, num_accepted_B = accepted
-        return path_BE, emitted_BE, torch.minimum(num_accepted_B, self.state.max_draft_S[slots_B])
+        max_draft_B = self.state.max_draft_S.index_select(0, slots_B)
+        return path_BE, emitted_BE, torch.minimum(num_accepted_B, max_draft_B)
 
     def _commit(
         self,
@@ -218,10 +229,10 @@ class RoundRunner:
         pool.copy_rows((scratch_B1 + path_BE).reshape(-1), row_BE.reshape(-1))
         last_B1 = (num_emitted_B - 1).clamp(min=0)[:, None]
         pending_B = emitted_BE.gather(1, last_B1)[:, 0]
-        state.length_S[slots_B] = length_B + num_emitted_B
-        state.pending_S[slots_B] = torch.where(
-            num_emitted_B > 0, pending_B, state.pending_S[slots_B]
-        )
+        state.length_S.index_copy_(0, slots_B, length_B + num_emitted_B)
+        kept_B = state.pending_S.index_select(0, slots_B)
+        pending_B = torch.where(num_emitted_B > 0, pending_B, kept_B)
+        state.pending_S.index_copy_(0, slots_B, pending_B)
 
     def _extend(
         self,
@@ -254,7 +265,7 @@ def _with_logprobs(
     if mode.num_logprobs is None:
         return RoundOutput(packed)
     ids, values = kernels.token_logprobs(
-        logits_TV[row_T], emitted_BE.reshape(-1), mode.num_logprobs
+        logits_TV.index_select(0, row_T), emitted_BE.reshape(-1), mode.num_logprobs
     )
     shape = (*emitted_BE.shape, 1 + mode.num_logprobs)
     return RoundOutput(packed, ids.view(shape), values.view(shape))

@@ -37,24 +37,26 @@ class Sampler:
         """
         state = self.state
         if mode.penalize:
-            count_TV = state.output_count_SV[slots_T]
+            count_TV = state.output_count_SV.index_select(0, slots_T)
             if tree is not None:
                 count_TV = count_TV + _path_counts(tree, logits_TV.shape[1])
             logits_TV = kernels.apply_penalties(
                 logits_TV,
                 count_RV=count_TV,
-                prompt_RV=state.prompt_seen_SV[slots_T],
-                presence_R=state.presence_S[slots_T],
-                frequency_R=state.frequency_S[slots_T],
-                repetition_R=state.repetition_S[slots_T],
+                prompt_RV=state.prompt_seen_SV.index_select(0, slots_T),
+                presence_R=state.presence_S.index_select(0, slots_T),
+                frequency_R=state.frequency_S.index_select(0, slots_T),
+                repetition_R=state.repetition_S.index_select(0, slots_T),
             )
         if mode.bias:
             logits_TV = self._bias(logits_TV, slots_T, tree)
         noise_TV = None
         if mode.noise:
             token_V = torch.arange(logits_TV.shape[1], device=logits_TV.device)
-            noise_TV = kernels.gumbel_noise(state.seed_S[slots_T], position_T, token_V)
-        temperature_T = state.temperature_S[slots_T]
+            noise_TV = kernels.gumbel_noise(
+                state.seed_S.index_select(0, slots_T), position_T, token_V
+            )
+        temperature_T = state.temperature_S.index_select(0, slots_T)
         if mode.truncate:
             logits_TV = self._truncate(logits_TV, temperature_T, slots_T)
         return kernels.choose_tokens(logits_TV, temperature_T, noise_TV)
@@ -63,13 +65,15 @@ class Sampler:
         """logit_bias, and -inf on the stop tokens of rows before min_tokens."""
         state = self.state
         logits_TV = logits_TV.float().scatter_add(
-            1, state.bias_id_SA[slots_T], state.bias_value_SA[slots_T]
+            1,
+            state.bias_id_SA.index_select(0, slots_T),
+            state.bias_value_SA.index_select(0, slots_T),
         )
-        emitted_T = state.emitted_S[slots_T]
+        emitted_T = state.emitted_S.index_select(0, slots_T)
         if tree is not None:
             emitted_T = emitted_T + tree.depth_BN.reshape(-1)
-        early_T1 = (emitted_T < state.min_tokens_S[slots_T])[:, None]
-        stop_TM = state.stop_ids_SM[slots_T]
+        early_T1 = (emitted_T < state.min_tokens_S.index_select(0, slots_T))[:, None]
+        stop_TM = state.stop_ids_SM.index_select(0, slots_T)
         # Padding is -1; a tokenizer may have end tokens past the model's rows.
         known_TM = (stop_TM >= 0) & (stop_TM < logits_TV.shape[1])
         value_TM = torch.where(early_T1 & known_TM, float("-inf"), 0.0)
@@ -82,9 +86,9 @@ class Sampler:
         state = self.state
         scores_TV = kernels.truncate(
             logits_TV.float() / temperature_T1,
-            top_k_R=state.top_k_S[slots_T],
-            top_p_R=state.top_p_S[slots_T],
-            min_p_R=state.min_p_S[slots_T],
+            top_k_R=state.top_k_S.index_select(0, slots_T),
+            top_p_R=state.top_p_S.index_select(0, slots_T),
+            min_p_R=state.min_p_S.index_select(0, slots_T),
         )
         return logits_TV.float().masked_fill(scores_TV == float("-inf"), float("-inf"))
 
@@ -101,18 +105,20 @@ class Sampler:
         Returns (num_emitted_B, finish_B).
         """
         state = self.state
-        active_B = state.active_S[slots_B]
-        remaining_B = state.remaining_S[slots_B]
+        active_B = state.active_S.index_select(0, slots_B)
+        remaining_B = state.remaining_S.index_select(0, slots_B)
         num_emitted_B, finish_B = kernels.cut_emitted(
             emitted_BE,
             num_accepted_B,
-            stop_ids_BS=state.stop_ids_SM[slots_B],
+            stop_ids_BS=state.stop_ids_SM.index_select(0, slots_B),
             remaining_B=remaining_B,
             active_B=active_B,
         )
-        state.remaining_S[slots_B] = remaining_B - num_emitted_B
-        state.emitted_S[slots_B] = state.emitted_S[slots_B] + num_emitted_B
-        state.active_S[slots_B] = active_B & (finish_B == kernels.NO_FINISH)
+        state.remaining_S.index_copy_(0, slots_B, remaining_B - num_emitted_B)
+        state.emitted_S.index_copy_(
+            0, slots_B, state.emitted_S.index_select(0, slots_B) + num_emitted_B
+        )
+        state.active_S.index_copy_(0, slots_B, active_B & (finish_B == kernels.NO_FINISH))
         if mode.penalize:
             step_E = torch.arange(emitted_BE.shape[1], device=emitted_BE.device)
             valid_BE = (step_E < num_emitted_B[:, None]).to(torch.int32)

@@ -28,7 +28,9 @@ class SimulatedAcceptance:
         """(path_BE, emitted_BE, num_accepted_B) as kernels.walk_tree; chances by seed and
         position, so that a run can be repeated."""
         step_D = torch.arange(depth, device=slots_B.device)
-        gumbel_BD = kernels.gumbel_noise(state.seed_S[slots_B], state.length_S[slots_B], step_D)
+        gumbel_BD = kernels.gumbel_noise(
+            state.seed_S.index_select(0, slots_B), state.length_S.index_select(0, slots_B), step_D
+        )
         chance_BD = torch.exp(-torch.exp(-gumbel_BD))  # the noise's own uniform
         taken_BD = (chance_BD < self._rate_D[:depth]).to(torch.int64)
         num_accepted_B = taken_BD.cumprod(1).sum(1)

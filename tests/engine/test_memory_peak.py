@@ -30,8 +30,10 @@ EVERY_OPTION = SamplingParams(
     min_tokens=3,
     logprobs=5,
 )
-# Each is dominated by something else: (settings, target, draft).
+# Each is dominated by something else: (settings, target, draft). Attention is large enough to be
+# left to torch by the kernels for few rows, as it is at the limits of any real model.
 WIDE = {"hidden_size": 128, "intermediate_size": 384, "num_layers": 7}
+HEADS = {"num_heads": 16, "num_kv_heads": 4, "head_dim": 128}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] = {
     "sampling": (
         {"max_batch_size": 8, "max_model_len": 64, "topk": 4, "num_tree_nodes": 24},
@@ -49,15 +51,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] =
         {"hidden_size": 128, "target_hidden_size": 128, "fc_norm": True},
     ),
     "prompt chunk, plain": (
-        {"max_batch_size": 2, "max_model_len": 512, "prefill_chunk_tokens": 256},
+        {"max_batch_size": 2, "max_model_len": 512, "prefill_chunk_tokens": 384},
         WIDE,
         None,
     ),
-    "verify": ({"max_batch_size": 8, "max_model_len": 512, "prefill_chunk_tokens": 16}, {}, None),
+    "verify": (
+        {"max_batch_size": 8, "max_model_len": 512, "prefill_chunk_tokens": 16},
+        HEADS | {"num_layers": 2},
+        None,
+    ),
     "extend": (
         {"max_batch_size": 8, "max_model_len": 512, "prefill_chunk_tokens": 16},
         {},
-        {"num_heads": 8, "num_kv_heads": 8},
+        HEADS,
     ),
 }
 
@@ -160,9 +166,11 @@ def run_to_the_limits(worker: Worker, chunk_tokens: int) -> int:
     peaks = [prefill(one), prefill(many)]
     worker.state.length_S[:-1] = length - shape.tree.depth - 1
     worker.state.active_S[:-1] = True
+    # A round that was launched before the last one was read counts its tokens as there.
+    longest = length + shape.tree.depth + 1
     peaks.append(
         allocated_peak(
-            lambda: worker.round(slots, max_kv_len=length, mode=mode, tree=shape.tree).read()
+            lambda: worker.round(slots, max_kv_len=longest, mode=mode, tree=shape.tree).read()
         )
     )
     return max(peaks)
@@ -184,4 +192,4 @@ def test_the_peak_is_within_five_percent_of_the_plan(
     worker, plan = load_case(name, dtype, tmp_path, monkeypatch)
     chunk_tokens = CASES[name][0].get("prefill_chunk_tokens", 512)
     peak = sum(resident_bytes(worker).values()) + run_to_the_limits(worker, chunk_tokens)
-    assert 0.95 * plan.total_bytes <= peak <= 1.002 * plan.total_bytes
+    assert 0.95 * plan.total_bytes <= peak <= 1.01 * plan.total_bytes

@@ -38,7 +38,7 @@ class ChatTemplate:
                 "the target has no chat template, which tells questions from answers: put its "
                 "chat_template.jinja or tokenizer_config.json into the folder"
             )
-        self._tokenizer, self._settings = tokenizer, dict(settings or {})
+        self._tokenizer, self.settings = tokenizer, dict(settings or {})
         added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
         added |= set(tokenizer.all_special_tokens)
         longest_first = sorted(added, key=lambda token: (-len(token), token))
@@ -58,7 +58,7 @@ class ChatTemplate:
                 list(messages),
                 tokenize=False,
                 add_generation_prompt=for_answer,
-                **self._settings,
+                **self.settings,
             )
         except Exception as error:  # a template can fail in any way on what it was not made for
             raise DatasetError(f"the chat template refused the messages: {error}") from error

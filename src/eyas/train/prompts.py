@@ -49,7 +49,7 @@ def _read(path: Path) -> list[Prompt]:
     opened = gzip.open if path.suffix == ".gz" else open
     try:
         with opened(path, "rt", encoding="utf-8") as file:
-            lines = file.read().splitlines()
+            lines = file.read().split("\n")  # splitlines would cut at U+2028 inside a text
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise PromptError(f"prompt file {path} cannot be read: {error}") from error
     source = path.name.partition(".")[0]

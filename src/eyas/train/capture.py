@@ -25,7 +25,7 @@ def capture(target: Target, batch: Batch, boundaries: tuple[int, ...]) -> Target
     target.set_eagle3_layers_to_capture(boundaries)
     try:
         tokens_T = batch.token_T[: batch.num_rows]
-        attention = CausalAttention(batch.documents)
+        attention = CausalAttention(batch.documents, target.kv_layout)
         return target.forward(tokens_T, batch.position_T, attention)
     finally:
         target.set_eagle3_layers_to_capture(before)

@@ -181,7 +181,7 @@ class MasterWeights:
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """A flat tensor's parts by parameter name, sharing its memory."""
         sizes = [p.numel() for p in self.parameters.values()]
-        parts = flat.detach().split(sizes)
+        parts = torch.split(flat.detach(), sizes)
         named = zip(self.parameters.items(), parts, strict=True)
         return {name: part.view(parameter.shape) for (name, parameter), part in named}
 

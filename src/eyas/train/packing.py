@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eyas.train.attention import Documents
+from eyas.train.causal_cores import Documents
 from eyas.types import EyasError
 
 Ints = npt.NDArray[np.int64]

@@ -53,8 +53,10 @@ def emitted(output: RoundOutput, row: int) -> list[int]:
 
 
 @torch.inference_mode()
-def run_round(worker: Worker, slots: Sequence[int], tree: TreeShape) -> RoundOutput:
-    return worker.runner.round(torch.tensor(slots), tree, max_kv_len=320, mode=MODE)
+def run_round(
+    worker: Worker, slots: Sequence[int], tree: TreeShape, *, max_kv_len: int = 320
+) -> RoundOutput:
+    return worker.runner.round(torch.tensor(slots), tree, max_kv_len=max_kv_len, mode=MODE)
 
 
 @torch.inference_mode()
@@ -96,6 +98,31 @@ def test_shapes_may_change_from_round_to_round(w: World, seed: int) -> None:
     for _ in range(6):
         ours, theirs = run_round(worker, slots, TREE), run_round(straight, slots, TREE)
         assert torch.equal(ours.packed, theirs.packed)
+
+
+@pytest.mark.parametrize("tree", [PLAIN, CHAIN, WIDEST], ids=["plain", "chain", "tree"])
+def test_the_bound_of_the_lengths_may_be_exact(w: World, tree: TreeShape) -> None:
+    """No entry of the longest request is left out, the draft's for its pending token included."""
+    _, tight = started(w)
+    _, loose = started(w)
+    for _ in range(8):
+        longest = int(tight.state.length_S.max())
+        ours = run_round(tight, [0, 1, 2], tree, max_kv_len=longest)
+        theirs = run_round(loose, [0, 1, 2], tree)
+        assert torch.equal(ours.packed, theirs.packed)
+    if tree.depth:  # every node drafted for the longest request says so, accepted or not
+        for slot in range(3):
+            length = int(loose.state.length_S[slot])
+            trees = [drafted(loose, slot, tree, max_kv_len=bound) for bound in (length, 320)]
+            assert torch.equal(*trees)
+
+
+@torch.inference_mode()
+def drafted(worker: Worker, slot: int, tree: TreeShape, *, max_kv_len: int) -> torch.Tensor:
+    """The tokens of a slot's next tree."""
+    assert worker.proposer is not None
+    slots_1 = torch.tensor([slot])
+    return worker.proposer.draft_tree(slots_1, tree, max_kv_len=max_kv_len, mode=MODE).token_BN
 
 
 def test_priming_twice_changes_nothing(w: World) -> None:

@@ -30,8 +30,8 @@ SAMPLING = (
 SURFACE = {
     "demo": "--prompt --max-tokens --draft",
     "generate": f"{ENGINE} {SAMPLING} --prompt --chat/--no-chat",
-    "serve": f"{ENGINE} --host --port --served-model-name",
-    "check": f"{ENGINE} --json",
+    "serve": f"{ENGINE} --host --port --served-model-name --api-key --log-format --drain-seconds",
+    "check": f"{ENGINE} --json --explain",
     "audit": "path --engine --class --json --baseline",
     "bench offline": ENGINE.replace("--max-batch-size ", "").replace(f"{CACHING} ", "")
     + " --batch --prompt-tokens --new-tokens --prompts --random-prompts --num-prompts --against "

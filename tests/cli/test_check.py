@@ -102,3 +102,12 @@ def test_check_leaves_the_weights_of_a_hub_repository_where_they_are(
     monkeypatch.setattr("eyas.cli.check.resolve_model", resolve)
     assert run("check", "some/target", "--draft", "some/draft").code == 0
     assert asked == [("some/target", False), ("some/draft", False)]
+
+
+def test_explain_prints_the_plan(smollm2_dir: Path) -> None:
+    ran = run("check", smollm2_dir, "--explain", "--max-model-len", "256")
+    assert ran.code == 0
+    for section in ("shapes", "weights", "KV cache", "memory", "backends"):
+        assert f"\n{section}  " in ran.out
+    refused = run("check", smollm2_dir, "--explain", "--json")
+    assert refused.code == 1 and "leave --explain out" in refused.err

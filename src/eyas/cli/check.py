@@ -12,27 +12,36 @@ from rich.console import Console
 from eyas.cli.errors import EXIT_FINDINGS
 from eyas.cli.flags import engine_flags
 from eyas.cli.progress import ProgressBars
-from eyas.config import EngineConfig
+from eyas.config import ConfigError, EngineConfig
 from eyas.models.embedded import ModelResolutionError, resolve_model
 from eyas.types import Finding, Severity
 
 if TYPE_CHECKING:
     from eyas.engine.check_report import CheckReport
 
+Explain = Annotated[
+    bool,
+    typer.Option("--explain", help="Print the plan: boundaries, shapes, KV layouts, bytes."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
 
 @engine_flags()
-def check(*, config: EngineConfig, as_json: AsJson = False) -> int:
+def check(*, config: EngineConfig, as_json: AsJson = False, explain: Explain = False) -> int:
     """Check in seconds that target, draft, device and settings fit together.
 
     Reads no weights. Exits with 2 when something stands in the way, and names all of it.
     """
+    if as_json and explain:
+        raise ConfigError("--json holds what --explain prints already: leave --explain out")
     report = check_models(config)
     if as_json:
         print(report.to_json())
     else:
-        report.render(Console(highlight=False))
+        console = Console(highlight=False)
+        report.render(console)
+        if explain:
+            report.render_explain(console)
     return 0 if report.ok else EXIT_FINDINGS
 
 

@@ -56,7 +56,7 @@ def w() -> World:
 def test_a_thousand_requests_and_aborts_leave_nothing(
     page_size: int, num_pages: int, run_ahead: int
 ) -> None:
-    """sglang-jax#1147, sglang PR#13826: slots leaked with each request. 30 % are aborted at a random
+    """sglang-jax#1147, sglang PR#13826: slots leaked. 30 % are aborted at a random
     step (queued, in a prompt, in a round); pages are short enough to preempt."""
     chooser = random.Random(page_size)
     target = tiny_target(llama_config(num_layers=1))

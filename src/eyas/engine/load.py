@@ -20,6 +20,7 @@ from eyas.engine.check import run_check
 from eyas.engine.check_report import CheckReport
 from eyas.engine.device import resolve_device, resolve_dtype
 from eyas.engine.engine import Engine
+from eyas.engine.memory_plan import MemoryPlan
 from eyas.engine.worker import Worker, WorkerShape
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import DraftConfig, ModelConfig
@@ -88,24 +89,7 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
             progress=progress,
         )
     clock.lap("load")
-    shape = WorkerShape(
-        num_slots=config.max_batch_size,
-        num_pages=report.plan.num_pages,
-        page_size=config.page_size,
-        max_model_len=max_model_len,
-        tree=config.tree_shape(),
-    )
-    choose_layouts(target, draft, shape)
-    worker = Worker(
-        cast(Target, target),
-        draft,
-        shape=shape,
-        dtype=dtype,
-        draft_dtype=dtype,
-        device=device,
-        simulate_acceptance=config.acceptance_rates(),
-        cuda_graphs=config.cuda_graphs,
-    )
+    worker = _build_worker(config, report.plan, target, draft, dtype=dtype, device=device)
     clock.lap("build")
     engine = Engine(
         worker,
@@ -116,6 +100,35 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
         prefix_caching=config.prefix_caching,
     )
     return LoadedEngine(engine, report, Path(config.model), clock.seconds)
+
+
+def _build_worker(
+    config: EngineConfig,
+    plan: MemoryPlan,
+    target: nn.Module,
+    draft: Eagle3Draft | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Worker:
+    shape = WorkerShape(
+        num_slots=config.max_batch_size,
+        num_pages=plan.num_pages,
+        page_size=config.page_size,
+        max_model_len=plan.max_model_len,
+        tree=config.tree_shape(),
+    )
+    choose_layouts(target, draft, shape)
+    return Worker(
+        cast(Target, target),
+        draft,
+        shape=shape,
+        dtype=dtype,
+        draft_dtype=dtype,
+        device=device,
+        simulate_acceptance=config.acceptance_rates(),
+        cuda_graphs=config.cuda_graphs,
+    )
 
 
 def load_target(

@@ -8,7 +8,12 @@ from typing import TypeVar
 import pytest
 from fixtures.tiny import make_engine, random_prompts, run, tiny_target, worker_shape
 
-from eyas.engine.async_engine import AsyncEngine, EngineDeadError, RequestStream
+from eyas.engine.async_engine import (
+    AsyncEngine,
+    EngineDeadError,
+    RequestFailedError,
+    RequestStream,
+)
 from eyas.engine.engine import Engine
 from eyas.types import EyasError, FinishReason, SamplingParams, StepOutput
 
@@ -78,7 +83,7 @@ def test_an_error_of_ours_in_adding_concerns_that_request_alone() -> None:
     engine.add = poisoned  # type: ignore[method-assign,assignment]
 
     async def test(engine: AsyncEngine) -> None:
-        with pytest.raises(OverflowError):
+        with pytest.raises(RequestFailedError, match="OverflowError: too large"):
             await engine.submit("bad", [1], GREEDY)
         assert len(await tokens_of(await engine.submit("good", [1], GREEDY))) == 20
 

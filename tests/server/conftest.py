@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from fixtures.byte_tokenizers import write_byte_level
@@ -12,8 +13,13 @@ from eyas.engine.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(write_byte_level(tmp_path_factory.mktemp("tokenizer")))
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_byte_level(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tokenizer_folder: Path) -> Tokenizer:
+    return Tokenizer(tokenizer_folder)
 
 
 @pytest.fixture

@@ -73,6 +73,7 @@ def test_a_chat_answer(make_server: MakeServer, tokenizer: Tokenizer) -> None:
             "prompt_tokens": num_prompt,
             "completion_tokens": num_answer,
             "total_tokens": num_prompt + num_answer,
+            "prompt_tokens_details": {"cached_tokens": 0},
         },
     }
     assert engine.submitted[0][1] == SamplingParams()
@@ -116,7 +117,8 @@ def test_choices_come_prompt_by_prompt_with_seeds_counted_up(
     assert [c["text"] for c in answer["choices"]] == [
         decode([token]) for token in (14, 15, 16, 24, 25, 26)
     ]
-    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
+    usage = {"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}
+    assert answer["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
 def test_without_a_seed_the_engine_draws_one_for_each_choice(server: Server) -> None:
@@ -135,7 +137,9 @@ def test_a_stop_token_is_counted_and_not_shown(
     make_server: MakeServer, tokenizer: Tokenizer, finish: FinishReason
 ) -> None:
     [a, b] = tokenizer.encode("ab")
-    server = make_server(FakeEngine(says([a], [a, b]), finish))
+    engine = FakeEngine(says([a], [a, b]), finish)
+    engine.eos_token_ids = (b,)
+    server = make_server(engine)
     answer = server.complete().json()
     assert answer["choices"][0]["text"] == ("aa" if finish is FinishReason.STOP else "aab")
     assert answer["choices"][0]["finish_reason"] == finish

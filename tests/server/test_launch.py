@@ -7,23 +7,22 @@ import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
-from fixtures.tiny import make_engine, tiny_target
+from fixtures.served_engine import VOCAB, ThreadEngine, slow
+from fixtures.tiny import llama_config, make_engine, tiny_target
 
 from eyas.config import EngineConfig
-from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.engine import Engine
-from eyas.engine.tokenizer import Tokenizer
+from eyas.engine.engine_process import Loaded, Loader, LoadError
 from eyas.models.embedded import Progress
 from eyas.server import launch
 from eyas.server.formats import ModelCard
-from eyas.server.launch import Loaded, Loader, run_server, serve
+from eyas.server.launch import ServerSettings, run_server, serve
 from eyas.types import CheckError, EyasError, Finding, Severity, StepOutput
 
 CARD = ModelCard("tiny", 1700000000, "fp")
@@ -51,7 +50,8 @@ async def life(load: Loader) -> AsyncIterator[Life]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    code = asyncio.ensure_future(run_server(load, CARD, host="127.0.0.1", port=port))
+    settings = ServerSettings(port=port)
+    code = asyncio.ensure_future(run_server(ThreadEngine(load), CARD, settings))
     await asyncio.sleep(0)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         try:
@@ -69,19 +69,23 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(body())
 
 
+def tiny() -> Engine:
+    return make_engine(tiny_target(llama_config(vocab_size=VOCAB)))
+
+
 @pytest.fixture
-def load_tiny(tokenizer: Tokenizer) -> Callable[..., Loader]:
+def load_tiny(tokenizer_folder: Path) -> Callable[..., Loader]:
     """A loader of a tiny engine; `hold` is waited for first."""
 
     def make(engine: Engine | None = None, hold: threading.Event | None = None) -> Loader:
-        made = engine or make_engine(tiny_target())
+        made = engine or tiny()
 
-        def load(progress: Progress) -> Loaded:
+        def load(progress: Progress) -> tuple[Engine, Loaded]:
             progress("loading target", 5, 10)
             if hold is not None:
                 hold.wait(10)
             progress("loading target", 10, 10)
-            return Loaded(AsyncEngine(made), tokenizer, made._vocab_size)
+            return made, Loaded(made.info, tokenizer_folder)
 
         return load
 
@@ -130,21 +134,9 @@ def test_running_requests_may_end_after_a_signal(
     run(test)
 
 
-def slow(engine: Engine) -> Engine:
-    """The engine with steps of at least 20 ms."""
-    step = engine.step
-
-    def slow_step() -> list[StepOutput]:
-        time.sleep(0.02)
-        return step()
-
-    engine.step = slow_step  # type: ignore[method-assign]
-    return engine
-
-
 def test_a_second_signal_ends_open_streams_with_an_error(load_tiny: Callable[..., Loader]) -> None:
     async def test() -> None:
-        engine = slow(make_engine(tiny_target()))
+        engine = slow(tiny())
         async with life(load_tiny(engine)) as server:
             await server.health_is("ready")
             async with server.client.stream("POST", "/v1/completions", json=LONG) as response:
@@ -163,11 +155,10 @@ def test_a_second_signal_ends_open_streams_with_an_error(load_tiny: Callable[...
     run(test)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_dead_engine_ends_the_process_with_its_reason(
     load_tiny: Callable[..., Loader], caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = slow(make_engine(tiny_target()))
+    engine = slow(tiny())
     step, steps = engine.step, iter(range(100))
 
     def dies() -> list[StepOutput]:
@@ -210,14 +201,14 @@ FINDINGS = [
         (CheckError(FINDINGS), 2, ["width-mismatch: 2048", "layer 40", "no tokenizer"]),
         (EyasError("no such model"), 1, ["no such model"]),
         (RuntimeError("out of memory"), 1, ["the load failed", "RuntimeError: out of memory"]),
-        (SystemExit(3), 1, ["the load failed"]),
+        (LoadError("killed", "in line 5"), 1, ["the load failed: killed\nin line 5"]),
     ],
-    ids=["check", "mistake", "crash", "exit"],
+    ids=["check", "mistake", "crash", "told"],
 )
 def test_a_failed_load_ends_the_process(
     error: BaseException, code: int, texts: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def load(progress: Progress) -> Loaded:
+    def load(progress: Progress) -> tuple[Engine, Loaded]:
         raise error
 
     async def test() -> None:
@@ -229,34 +220,13 @@ def test_a_failed_load_ends_the_process(
         assert text in caplog.text
 
 
-def test_a_signal_ends_a_load(load_tiny: Callable[..., Loader]) -> None:
-    hold, ended = threading.Event(), threading.Event()
-
-    def load(progress: Progress) -> Loaded:
-        try:
-            while True:
-                progress("loading target", 1, 10)
-                hold.wait(0.01)
-        finally:
-            ended.set()
-
-    async def test() -> None:
-        async with life(load) as server:
-            await server.health_is("loading")
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert await server.code == 0
-        assert ended.is_set()
-
-    run(test)
-
-
 def test_a_port_in_use_is_a_mistake(caplog: pytest.LogCaptureFixture) -> None:
-    def load(progress: Progress) -> Loaded:
+    def load(progress: Progress) -> tuple[Engine, Loaded]:
         raise AssertionError("nothing may be loaded")
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        code = asyncio.run(run_server(load, CARD, host="127.0.0.1", port=port))
+        code = asyncio.run(run_server(ThreadEngine(load), CARD, ServerSettings(port=port)))
     assert code == 1
     assert f"cannot listen on 127.0.0.1 port {port}" in caplog.text
 
@@ -279,7 +249,7 @@ def test_a_folder_without_a_model_is_reported_in_full(
 ) -> None:
     caplog.set_level(logging.INFO)
     config = EngineConfig(model=str(tmp_path))
-    assert serve(config, host="127.0.0.1", port=0, served_model_name=None) == 2
+    assert serve(config, ServerSettings(port=0)) == 2
     assert "config.json" in caplog.text
     assert "the check failed" in caplog.text
 

@@ -32,29 +32,20 @@ def refusal(ask: Callable[..., object], **fields: Any) -> ApiError:
 
 
 BOTH = {
-    "top_p": 0.9,
-    "top_k": 40,
-    "min_p": 0.1,
-    "presence_penalty": 0.5,
-    "frequency_penalty": -0.5,
-    "repetition_penalty": 1.1,
-    "logit_bias": {"5": 1},
-    "stop": "x",
-    "min_tokens": 3,
     "response_format": {"type": "json_object"},
     "prompt_logprobs": 1,
     "structured_outputs": {"regex": "a"},
+    "include_stop_str_in_output": True,
+    "use_beam_search": True,
 }
 CHAT_ONLY = {
-    "logprobs": True,
-    "top_logprobs": 2,
     "tools": [{"type": "function"}],
     "tool_choice": "required",
     "reasoning_effort": "low",
     "modalities": ["text", "audio"],
     "continue_final_message": True,
 }
-COMPLETION_ONLY = {"logprobs": 0, "echo": True, "suffix": "x", "best_of": 2}
+COMPLETION_ONLY = {"suffix": "x", "best_of": 2}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +65,8 @@ def test_what_is_not_implemented_is_refused_by_name(
 
 
 def test_all_refused_fields_are_named_together() -> None:
-    assert "min_p, stop, top_p;" in refusal(chat, top_p=0.5, stop=["a"], min_p=0.2).message
+    error = refusal(complete, suffix="a", priority=3, best_of=2)
+    assert "not supported: priority, best_of, suffix;" in error.message
 
 
 @pytest.mark.parametrize(
@@ -91,7 +83,7 @@ def test_all_refused_fields_are_named_together() -> None:
 def test_fields_that_ask_for_nothing_pass(
     ask: Callable[..., object], fields: dict[str, Any]
 ) -> None:
-    assert ask(**fields) == ask()
+    assert ask(**fields).sampling_params() == ask().sampling_params()
 
 
 def test_fields_of_chat_that_ask_for_nothing_pass() -> None:

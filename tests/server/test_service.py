@@ -17,7 +17,7 @@ PARAMS = SamplingParams(max_tokens=5)
 
 
 def service(engine: FakeEngine, tokenizer: Tokenizer) -> Service:
-    return Service(engine, tokenizer, vocab_size=300)
+    return Service(engine, tokenizer)
 
 
 @settings(max_examples=100, deadline=None)
@@ -61,6 +61,7 @@ def test_a_generation_that_is_left_aborts_all_its_choices(tokenizer: Tokenizer) 
 
 def test_choices_end_one_by_one(tokenizer: Tokenizer) -> None:
     engine = FakeEngine(lambda prompt, _: [[65]] * prompt[0], FinishReason.STOP)
+    engine.eos_token_ids = (65,)
 
     async def run() -> list[tuple[int, str]]:
         generation = await service(engine, tokenizer).generate([[3], [1], [2]], PARAMS)

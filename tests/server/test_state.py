@@ -25,6 +25,7 @@ def test_models_are_not_listed_before_they_answer(server: Server, path: str) -> 
 @pytest.mark.parametrize(
     ("change", "health"),
     [
+        (lambda state: state.warm_up(), {"status": "warming"}),
         (lambda state: None, {"status": "checking"}),
         (
             lambda state: state.report_progress("converting x", 1, 3),
@@ -45,7 +46,10 @@ def test_health_until_ready(
     state.phase, state._service = Phase.CHECKING, None
     change(state)
     response = server.get("/health")
-    assert (response.status_code, response.json()) == (503, health)
+    told = response.json()
+    told.pop("progress", None)
+    assert (response.status_code, told) == (503, health)
+    assert server.get("/ready").status_code == 503
     answer = server.chat()
     assert answer.status_code == 503
     error = answer.json()["error"]
@@ -53,6 +57,10 @@ def test_health_until_ready(
     assert health.get("detail", "not ready") in error["message"]
     state.become_ready(service)
     assert server.get("/health").status_code == server.chat().status_code == 200
+    assert (server.get("/ready").status_code, server.get("/ready").json()) == (
+        200,
+        {"status": "ready"},
+    )
 
 
 def test_stopping_refuses_new_requests(server: Server) -> None:
@@ -64,4 +72,8 @@ def test_stopping_refuses_new_requests(server: Server) -> None:
 def test_an_empty_step_is_done() -> None:
     state = ServerState()
     state.report_progress("loading draft", 0, 0)
-    assert state.health() == {"status": "loading", "detail": "loading draft: 100 %"}
+    assert state.ready() == {
+        "status": "loading",
+        "detail": "loading draft: 100 %",
+        "progress": {"step": "loading draft", "done": 0, "total": 0},
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -21,8 +21,26 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="The model's name in the API; default: MODEL.")
     ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(envvar="EYAS_API_KEY", help="Key that clients must bring; may be repeated."),
+    ] = None,
+    log_format: Annotated[
+        Literal["text", "json"], typer.Option(help="Lines to read, or a JSON object a line.")
+    ] = "text",
+    drain_seconds: Annotated[
+        float, typer.Option(min=0, help="For running requests to end after a signal.")
+    ] = 10.0,
 ) -> int:
     """Check, load and serve a model over an OpenAI-compatible API."""
     from eyas.server import launch  # heavy: FastAPI, and torch behind it
 
-    return launch.serve(config, host=host, port=port, served_model_name=served_model_name)
+    settings = launch.ServerSettings(
+        host=host,
+        port=port,
+        served_model_name=served_model_name,
+        api_keys=tuple(api_key or ()),
+        log_format=log_format,
+        drain_seconds=drain_seconds,
+    )
+    return launch.serve(config, settings)

@@ -1,19 +1,30 @@
-"""The engine behind a thread, for asyncio callers: submit, stream, abort.
+"""The engine for asyncio callers: submit, stream, abort; its loop is in a thread of its own.
 
-The thread owns the engine; callers reach it through a queue of commands that is read before each
-step. A request that the engine refuses fails alone; an exception in a step ends everything, with
-its text on every open stream.
+A request that the engine refuses fails alone; an exception in a step ends everything, with its
+text on every open stream. `EngineProcess` has the same interface with the loop in a process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from eyas.engine.engine_loop import EngineLoop, Event, read_status
+from eyas.engine.messages import (
+    Abort,
+    Add,
+    Command,
+    Ended,
+    EngineInfo,
+    EngineStatus,
+    News,
+    Stop,
+    Verdict,
+)
+from eyas.engine.stats import EngineCounters
 from eyas.types import EyasError, SamplingParams, StepOutput
 
 if TYPE_CHECKING:  # the engine brings torch along, which a client of it can do without
@@ -24,18 +35,8 @@ class EngineDeadError(RuntimeError):
     """The engine has ended; the text says why."""
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineStatus:
-    """What the engine held after its last step or command.
-
-    num_running: requests in a slot (in prefill or decoding); num_waiting: queued ones. num_pages:
-    KV pages that requests can have; num_free_pages of them are free.
-    """
-
-    num_running: int
-    num_waiting: int
-    num_free_pages: int
-    num_pages: int
+class RequestFailedError(RuntimeError):
+    """The engine gave up one request by a fault that is not the client's; others go on."""
 
 
 class RequestStream:
@@ -81,23 +82,31 @@ class RequestStream:
         self._close()
 
 
-class AsyncEngine:
-    """Runs an Engine in a thread of its own. Call `start` inside the event loop that uses it."""
+class EngineHandle:
+    """What all clients of an engine have in common: the streams, and what is known of it.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+    Lives in an event loop's thread, where `_receive` is called with what the engine tells.
+    """
+
+    info: EngineInfo
+
+    def __init__(self) -> None:
         self._streams: dict[str, RequestStream] = {}
-        self._thread = threading.Thread(target=self._run, name="eyas-engine", daemon=True)
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._error: str | None = None
-        self._died = asyncio.Event()
-        self._status = self._read_status()
+        self._died, self._gone = asyncio.Event(), asyncio.Event()
+        self._status = EngineStatus(0, 0, 0, 0)
+        self.counters = EngineCounters()
+        self.death_details = ""  # the traceback, where there is one
 
     @property
     def max_model_len(self) -> int:
         """Longest prompt and answer together, in tokens."""
-        return self._engine.max_model_len
+        return self.info.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self.info.vocab_size
 
     @property
     def error(self) -> str | None:
@@ -108,18 +117,13 @@ class AsyncEngine:
         """What the engine held after its last step or command."""
         return self._status
 
-    def start(self) -> None:
-        """Start the thread; outputs go to the running event loop."""
-        self._loop = asyncio.get_running_loop()
-        self._thread.start()
-
-    async def stop(self) -> None:
-        """End the thread after its current step; open streams raise EngineDeadError."""
-        self._commands.put(None)
-        await asyncio.to_thread(self._thread.join)
+    def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """All tokens that end such a request: its own and, unless ignored, the model's."""
+        end_ids = () if params.ignore_eos else self.info.eos_token_ids
+        return (*params.stop_token_ids, *end_ids)
 
     async def died(self) -> str:
-        """Wait until the engine dies of an exception, and say which. `stop` is no such end."""
+        """Wait until the engine dies unasked, and say of what. `stop` is no such end."""
         await self._died.wait()
         assert self._error is not None
         return self._error
@@ -129,7 +133,8 @@ class AsyncEngine:
     ) -> RequestStream:
         """Queue a request; returns once the engine has accepted it, before any output.
 
-        Raises EyasError if the engine refuses the request and EngineDeadError if it has ended.
+        Raises EyasError if the engine refuses the request, RequestFailedError if it could not be
+        taken by a fault of ours, and EngineDeadError if the engine has ended.
         """
         if self._error is not None:
             raise EngineDeadError(self._error)
@@ -137,7 +142,7 @@ class AsyncEngine:
             raise EyasError(f"request id {request_id!r} is in use")
         stream = RequestStream(lambda: self._close(request_id))
         self._streams[request_id] = stream
-        self._commands.put(lambda: self._add(request_id, prompt_token_ids, params))
+        self._send(Add(request_id, tuple(prompt_token_ids), params))
         try:
             await stream.accepted()
         except BaseException:  # a caller that gives up while it waits is one that leaves
@@ -145,66 +150,73 @@ class AsyncEngine:
             raise
         return stream
 
+    def _send(self, command: Command) -> None:
+        raise NotImplementedError
+
     def _close(self, request_id: str) -> None:
         if self._streams.pop(request_id, None) is not None:
-            self._commands.put(lambda: self._engine.abort(request_id))
+            self._send(Abort(request_id))
 
-    def _add(self, request_id: str, prompt: Sequence[int], params: SamplingParams) -> None:
-        try:
-            self._engine.add(request_id, prompt, params)
-        except Exception as error:  # whatever it is, it concerns this request alone
-            self._call_in_loop(self._put, request_id, error)
+    def _receive(self, event: Event) -> None:
+        if isinstance(event, News):
+            self._status = event.status
+            self.counters = event.counters or self.counters
+            for output in event.outputs:
+                self._put(output.request_id, output)
+        elif isinstance(event, Verdict):
+            self._put(event.request_id, _verdict(event))
         else:
-            self._call_in_loop(self._put, request_id, None)
+            self._end(event)
 
-    def _run(self) -> None:
-        try:
-            while self._obey():
-                outputs = self._engine.step()
-                self._status = self._read_status()
-                if outputs:
-                    self._call_in_loop(self._put_all, outputs)
-        except Exception as error:  # whatever it is, clients must hear of it
-            self._call_in_loop(self._end, f"{type(error).__name__}: {error}", True)
-            raise
-
-    def _obey(self) -> bool:
-        """Carry out commands; waits for one where there is nothing to do. False: stop."""
-        while not self._engine.has_work or not self._commands.empty():
-            command = self._commands.get()
-            if command is None:
-                self._call_in_loop(self._end, "the server is shutting down", False)
-                return False
-            command()
-            self._status = self._read_status()
-        return True
-
-    def _read_status(self) -> EngineStatus:
-        scheduler = self._engine.scheduler
-        return EngineStatus(
-            num_running=len(scheduler.admitted),
-            num_waiting=len(scheduler.waiting),
-            num_free_pages=scheduler.allocator.num_free,
-            num_pages=scheduler.allocator.num_usable,
-        )
-
-    def _call_in_loop(self, function: Callable[..., None], *args: object) -> None:
-        assert self._loop is not None
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function, *args)
-
-    def _end(self, text: str, is_death: bool) -> None:
-        self._error = text
-        if is_death:
+    def _end(self, event: Ended) -> None:
+        if self._error is not None:  # one report
+            return
+        self._error, self.death_details = event.reason, event.details
+        if event.is_death:
             self._died.set()
         for stream in self._streams.values():
-            stream.put(EngineDeadError(text))
-
-    def _put_all(self, outputs: Sequence[StepOutput]) -> None:
-        for output in outputs:
-            self._put(output.request_id, output)
+            stream.put(EngineDeadError(event.reason))
 
     def _put(self, request_id: str, item: StepOutput | Exception | None) -> None:
         stream = self._streams.get(request_id)
         if stream is not None:  # the client may have left
             stream.put(item)
+
+
+def _verdict(event: Verdict) -> Exception | None:
+    if event.error is None:
+        return None
+    return EyasError(event.error) if event.is_mistake else RequestFailedError(event.error)
+
+
+class AsyncEngine(EngineHandle):
+    """Runs an Engine in a thread of its own. Call `start` inside the event loop that uses it."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.info = engine.info
+        self._status = read_status(engine)
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._engine_loop = EngineLoop(engine, self._commands, self._emit)
+        self._thread = threading.Thread(
+            target=self._engine_loop.run, name="eyas-engine", daemon=True
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Start the thread; outputs go to the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End the thread after its current step; open streams raise EngineDeadError."""
+        self._send(Stop())
+        await asyncio.to_thread(self._thread.join)
+
+    def _send(self, command: Command) -> None:
+        self._commands.put(command)
+
+    def _emit(self, event: Event) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._receive, event)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import logging
 import operator
 import secrets
 from collections import deque
@@ -17,6 +18,8 @@ from collections.abc import Callable, Sequence
 from eyas import kernels
 from eyas.cache.pages import OutOfPagesError, PageAllocator
 from eyas.config import PLAIN, TreeShape
+from eyas.engine.messages import EngineInfo
+from eyas.engine.stats import EngineStats
 from eyas.engine.stop_text import StopTextMatcher
 from eyas.engine.tokenizer import Decoder
 from eyas.engine.worker import Pending, RoundResult, Worker
@@ -26,16 +29,18 @@ from eyas.speculative.round import PrefillChunk
 from eyas.speculative.state import MAX_STOP_IDS, SlotSettings, sampling_mode
 from eyas.types import EyasError, FinishReason, SamplingParams, StepOutput, TokenLogprob
 
+logger = logging.getLogger(__name__)
+
 _FINISH = {kernels.FINISH_STOP: FinishReason.STOP, kernels.FINISH_LENGTH: FinishReason.LENGTH}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Launch:
-    """A prefill or a round that the host has not read."""
+    """A prefill or a round that the host has not read. tree: the round's shape, None: prefill."""
 
     requests: list[Request]
     pending: Pending
-    is_round: bool
+    tree: TreeShape | None
 
 
 class Engine:
@@ -72,7 +77,13 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self._unread: deque[list[_Launch]] = deque()  # one list a turn, oldest first
         self._arrivals = itertools.count()
+        self.stats = EngineStats()
         self.on_round: Callable[[], None] | None = None  # tests look at the state between rounds
+
+    @property
+    def info(self) -> EngineInfo:
+        """What clients need to know once."""
+        return EngineInfo(self.max_model_len, self._vocab_size, self._eos_token_ids)
 
     @property
     def has_work(self) -> bool:
@@ -152,14 +163,32 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """One turn of the loop; returns what became known."""
+        with self.stats.turn():
+            outputs = self._admit()
+            self._unread.append([])
+            self._launch_prefill()
+            outputs += self._make_room()
+            self._launch_round()
+            idle = not (self._unread and self._unread[-1])
+            return outputs + self._read_down_to(0 if idle else self._run_ahead)
+
+    def _admit(self) -> list[StepOutput]:
+        """Let requests into slots; one that cannot be set up fails alone."""
+        failed = []
         for request in self.scheduler.admit():
-            self._enter_slot(request)
-        self._unread.append([])
-        self._launch_prefill()
-        outputs = self._make_room()
-        self._launch_round()
-        idle = not (self._unread and self._unread[-1])
-        return outputs + self._read_down_to(0 if idle else self._run_ahead)
+            try:
+                self._enter_slot(request)
+            except Exception as error:  # whatever it is, the others are not to suffer
+                failed.append(self._fail(request, error))
+        return failed
+
+    def _fail(self, request: Request, error: Exception) -> StepOutput:
+        """End a request for a fault of ours."""
+        logger.error("request %s failed", request.request_id, exc_info=error)
+        self._finish(request)
+        self.requests.pop(request.request_id, None)
+        text = f"{type(error).__name__}: {error}"
+        return StepOutput(request.request_id, (), FinishReason.ERROR, error=text)
 
     def _enter_slot(self, request: Request) -> None:
         assert request.slot is not None
@@ -188,8 +217,9 @@ class Engine:
             )
         if chunks:
             requests = [c.request for c in planned]
-            pending = self.worker.prefill(chunks, mode=_mode(requests), tree=self.tree)
-            self._unread[-1].append(_launch(requests, pending, is_round=False))
+            with self.stats.prefill():
+                pending = self.worker.prefill(chunks, mode=_mode(requests), tree=self.tree)
+            self._unread[-1].append(_launch(requests, pending, None))
 
     def _make_room(self) -> list[StepOutput]:
         """Grow every running request for the next round; read, then preempt, where pages lack."""
@@ -207,6 +237,7 @@ class Engine:
                         continue
                     slot = self.scheduler.admitted[-1].slot
                     self.scheduler.preempt()
+                    self.stats.counters.num_preemptions += 1
                     assert slot is not None
                     self.worker.release(slot)
         return outputs
@@ -218,12 +249,12 @@ class Engine:
         slots = [r.slot for r in running if r.slot is not None]
         round_tokens = self.worker.shape.tree.depth + 1
         longest = max(r.num_tokens + r.num_unread * round_tokens for r in running)
-        pending = self.worker.round(
-            slots, max_kv_len=longest, mode=_mode(running), tree=self._next_tree(running)
-        )
+        tree = self._next_tree(running)
+        with self.stats.round(len(running), tree):
+            pending = self.worker.round(slots, max_kv_len=longest, mode=_mode(running), tree=tree)
         if not self._unread:  # making room has read this turn's prefill already
             self._unread.append([])
-        self._unread[-1].append(_launch(running, pending, is_round=True))
+        self._unread[-1].append(_launch(running, pending, tree))
         if self.on_round is not None:
             self.on_round()
 
@@ -240,14 +271,17 @@ class Engine:
         return outputs
 
     def _read(self, launch: _Launch) -> list[StepOutput]:
-        results = launch.pending.read()
+        with self.stats.wait():
+            results = launch.pending.read()
         outputs = (
-            self._apply(request, result, is_round=launch.is_round)
+            self._apply(request, result, tree=launch.tree)
             for request, result in zip(launch.requests, results, strict=True)
         )
         return [output for output in outputs if output is not None]
 
-    def _apply(self, request: Request, result: RoundResult, *, is_round: bool) -> StepOutput | None:
+    def _apply(
+        self, request: Request, result: RoundResult, *, tree: TreeShape | None
+    ) -> StepOutput | None:
         if request.phase is Phase.FINISHED:  # aborted, or stopped in an earlier launch
             return None
         request.num_unread -= 1
@@ -255,11 +289,16 @@ class Engine:
             return None
         tokens, reason = result.token_ids, _FINISH.get(result.finish)
         matcher = self._stop_text.get(request.request_id)
-        num_kept = matcher.num_kept(tokens) if matcher is not None else None
+        try:
+            num_kept = matcher.num_kept(tokens) if matcher is not None else None
+        except Exception as error:  # a tokenizer's, of one request's tokens
+            return self._fail(request, error)
         if num_kept is not None:
             tokens, reason = tokens[:num_kept], FinishReason.STOP
         request.output_token_ids += tokens
-        if is_round:
+        if tree is not None:
+            depth = tree.depth if request.params.speculation else 0
+            self.stats.read(num_accepted=result.num_accepted, num_tokens=len(tokens), depth=depth)
             request.count_round(num_accepted=result.num_accepted, num_tokens=len(tokens))
         self.scheduler.publish(request)
         if reason is not None:
@@ -283,10 +322,10 @@ class Engine:
         self._stop_text.pop(request.request_id, None)
 
 
-def _launch(requests: list[Request], pending: Pending, *, is_round: bool) -> _Launch:
+def _launch(requests: list[Request], pending: Pending, tree: TreeShape | None) -> _Launch:
     for request in requests:
         request.num_unread += 1
-    return _Launch(requests, pending, is_round)
+    return _Launch(requests, pending, tree)
 
 
 def _mode(requests: Sequence[Request]) -> SamplingMode:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +14,7 @@ from eyas.types import EyasError
 _REPLACEMENT = "\ufffd"
 _MAX_UNFINISHED = 3  # bytes of a character whose last byte is missing
 _TEMPLATE_INPUTS = {"messages", "self"}  # beside the parameters of apply_chat_template
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _MAX_HELD = 16  # tokens; more than that are no unfinished character but a run of wrong bytes
 
 
@@ -31,6 +34,7 @@ class Tokenizer:
                 f"{folder} has no tokenizer that can be read ({error}): copy the model's "
                 "tokenizer.json and tokenizer_config.json there"
             ) from error
+        self._byte_of = _BYTE_LEVEL if _is_byte_level(self._tokenizer) else None
 
     @property
     def has_chat_template(self) -> bool:
@@ -48,6 +52,25 @@ class Tokenizer:
             list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, alone: exact bytes even where they are half a character.
+
+        Special tokens are their names; an id without a token is empty.
+        """
+        piece = self._tokenizer.convert_ids_to_tokens(token_id)
+        if piece is None:
+            return b""
+        if isinstance(piece, bytes):  # some slow tokenizers keep bytes
+            return piece
+        if self._byte_of is not None:
+            # Added tokens are stored as plain text, which other characters may be part of.
+            known = [self._byte_of.get(character) for character in piece]
+            exact = [byte for byte in known if byte is not None]
+            return bytes(exact) if len(exact) == len(known) else str(piece).encode()
+        if match := _BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        return str(piece).replace("\u2581", " ").encode()
 
     def render_chat(
         self,
@@ -74,6 +97,27 @@ class Tokenizer:
         except Exception as error:  # a template can fail in any way on what it was not made for
             raise EyasError(f"the chat template refused the messages: {error}") from error
         return self.encode(text, add_special_tokens=False)
+
+
+def _byte_level_table() -> dict[str, int]:
+    """The byte of each printable stand-in, as GPT-2's byte-level BPE chose them."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_LEVEL = _byte_level_table()
+
+
+def _is_byte_level(tokenizer: Any) -> bool:
+    """Whether the tokenizer's pieces are written in GPT-2's stand-ins."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = getattr(backend, "decoder", None)
+    if decoder is None:
+        return False
+    found = json.loads(decoder.__getstate__())
+    parts = found.get("decoders", []) if found["type"] == "Sequence" else [found]
+    return any(part["type"] == "ByteLevel" for part in parts)
 
 
 class Decoder(Protocol):

@@ -1,58 +1,92 @@
-"""The routes: /v1/chat/completions, /v1/completions, /v1/models, /health."""
+"""The routes: completions, models, the tokenizer, and what operators ask."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from eyas.server.errors import ApiError, error_response, install_error_handlers
+from eyas.server.access import AccessMiddleware
+from eyas.server.errors import ApiError, as_api_error, error_response, install_error_handlers
 from eyas.server.formats import ChatFormat, CompletionFormat, Envelope, Format, ModelCard
-from eyas.server.protocol import ChatRequest, CompletionRequest, parse_request
+from eyas.server.metrics import CONTENT_TYPE, Meter, Metrics
+from eyas.server.openapi import openapi_document
+from eyas.server.protocol import (
+    AnyRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    parse_request,
+)
 from eyas.server.service import Generation, Service
 from eyas.server.state import Phase, ServerState
 from eyas.server.stream import EventStream, events
 from eyas.server.transport import ClientGoneError, read_body, unless_client_leaves
-from eyas.types import SamplingParams
 
 MAX_BODY_BYTES = 16 << 20
 CLIENT_GONE = 499  # nobody reads it
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
-AnyRequest = TypeVar("AnyRequest", ChatRequest, CompletionRequest)
+Body = TypeVar("Body", ChatRequest, CompletionRequest)
+Start = Callable[[Service, Body], Awaitable[Generation]]
 
 
 def create_app(
-    state: ServerState, model: ModelCard, *, max_body_bytes: int = MAX_BODY_BYTES
+    state: ServerState,
+    model: ModelCard,
+    *,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    api_keys: tuple[str, ...] = (),
 ) -> FastAPI:
     """The application over a server's state; it answers 503 until the state is ready.
 
     model: its name is the one that requests must give. max_body_bytes: longer bodies get a 413.
+    api_keys: clients must bring one of them; none: no key is asked for.
     """
     # No generated documentation: its page would fetch scripts from elsewhere.
     app = FastAPI(title="Eyas", openapi_url=None)
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, lambda *_: Response(status_code=CLIENT_GONE))
+    app.add_middleware(AccessMiddleware, api_keys=api_keys)
     routes = _Routes(state, model, max_body_bytes)
-    app.add_api_route("/health", routes.health, methods=["GET"], response_model=None)
-    app.add_api_route("/v1/models", routes.models, methods=["GET"], response_model=None)
-    app.add_api_route(
-        "/v1/models/{name:path}", routes.one_model, methods=["GET"], response_model=None
-    )
-    app.add_api_route("/v1/completions", routes.complete, methods=["POST"], response_model=None)
-    app.add_api_route("/v1/chat/completions", routes.chat, methods=["POST"], response_model=None)
+    for method, path, route in (
+        ("GET", "/health", routes.health),
+        ("GET", "/ready", routes.ready),
+        ("GET", "/metrics", routes.metrics),
+        ("GET", "/openapi.json", routes.openapi),
+        ("GET", "/v1/models", routes.models),
+        ("GET", "/v1/models/{name:path}", routes.one_model),
+        ("POST", "/v1/completions", routes.complete),
+        ("POST", "/v1/chat/completions", routes.chat),
+        ("POST", "/tokenize", routes.tokenize),
+        ("POST", "/detokenize", routes.detokenize),
+    ):
+        app.add_api_route(path, route, methods=[method], response_model=None)
     return app
 
 
 class _Routes:
     def __init__(self, state: ServerState, model: ModelCard, max_body_bytes: int) -> None:
         self._state, self._model, self._max_body_bytes = state, model, max_body_bytes
+        self._metrics = Metrics(state)
 
     async def health(self) -> Response:
         health = self._state.health()
-        return JSONResponse(health, 200 if health["status"] == Phase.READY else 503)
+        return JSONResponse(health, 200 if health["status"] is Phase.READY else 503)
+
+    async def ready(self) -> Response:
+        ready = self._state.ready()
+        return JSONResponse(ready, 200 if ready["status"] is Phase.READY else 503)
+
+    async def metrics(self) -> Response:
+        return Response(self._metrics.render(), media_type=CONTENT_TYPE)
+
+    async def openapi(self) -> Response:
+        return JSONResponse(openapi_document())
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._card(self._state.service())]})
@@ -62,30 +96,43 @@ class _Routes:
         self._check_model(name)
         return JSONResponse(self._card(service))
 
-    async def chat(self, request: Request) -> Response:
+    async def tokenize(self, request: Request) -> Response:
         service = self._state.service()
-        body = await self._parse(request, ChatRequest)
+        body = await self._parse(request, TokenizeRequest)
+        if body.messages is not None:
+            messages = [message.for_template() for message in body.messages]
+            tokens = await service.render_chat(messages, body.chat_template_kwargs)
+        else:
+            special = body.add_special_tokens
+            [tokens] = await service.encode([body.prompt or ""], add_special_tokens=special)
+        told = {"count": len(tokens), "max_model_len": service.engine.max_model_len}
+        return JSONResponse(told | {"tokens": tokens})
 
-        async def start() -> Generation:
+    async def detokenize(self, request: Request) -> Response:
+        service = self._state.service()
+        body = await self._parse(request, DetokenizeRequest)
+        [text] = await service.decode([body.tokens])
+        return JSONResponse({"prompt": text})
+
+    async def chat(self, request: Request) -> Response:
+        async def start(service: Service, body: ChatRequest) -> Generation:
             messages = [message.for_template() for message in body.messages]
             prompt = await service.render_chat(messages, body.chat_template_kwargs)
-            return await service.generate([prompt], _params(body), num_choices=body.n)
+            return await service.generate([prompt], body.sampling_params(), num_choices=body.n)
 
-        return await self._answer(request, body, start, ChatFormat())
+        return await self._answer(request, ChatRequest, start, ChatFormat())
 
     async def complete(self, request: Request) -> Response:
-        service = self._state.service()
-        body = await self._parse(request, CompletionRequest)
-
-        async def start() -> Generation:
+        async def start(service: Service, body: CompletionRequest) -> Generation:
             return await service.generate(
                 await service.encode(body.prompt),
-                _params(body),
+                body.sampling_params(),
                 num_choices=body.n,
                 default_max_tokens=COMPLETION_MAX_TOKENS,
+                echo=await service.decode(body.prompt) if body.echo else None,
             )
 
-        return await self._answer(request, body, start, CompletionFormat())
+        return await self._answer(request, CompletionRequest, start, CompletionFormat())
 
     async def _parse(self, request: Request, kind: type[AnyRequest]) -> AnyRequest:
         body = parse_request(kind, await read_body(request, self._max_body_bytes))
@@ -93,36 +140,46 @@ class _Routes:
         return body
 
     async def _answer(
-        self,
-        request: Request,
-        body: ChatRequest | CompletionRequest,
-        start: Callable[[], Coroutine[Any, Any, Generation]],
-        answer: Format,
+        self, request: Request, kind: type[Body], start: Start[Body], answer: Format
     ) -> Response:
         """Start a generation and answer with its stream, or with the whole of it.
 
         What the engine refuses is an HTTP error in both cases: a stream begins after the engine
         has accepted the request.
         """
-        envelope = Envelope(answer, self._model)
-
-        async def whole() -> Response:
-            generation = await start()
-            try:
-                return JSONResponse(envelope.whole(await generation.collect(), generation))
-            finally:
-                generation.close()
-
+        meter = self._metrics.meter(request.url.path)
         try:
-            if not body.stream:
-                return await unless_client_leaves(request.receive, whole())
-            generation = await unless_client_leaves(request.receive, start())
+            service = self._state.service()
+            body = await self._parse(request, kind)
+
+            async def run() -> Response:
+                generation = await start(service, body)
+                meter.accept(generation.num_prompt_tokens)
+                generation.on_piece = meter.piece
+                return await self._response(generation, body, answer, meter)
+
+            return await unless_client_leaves(request.receive, run())
         except ClientGoneError:
+            meter.end("aborted")
             raise
         except Exception as error:
-            return error_response(error)
-        content = events(generation, envelope, include_usage=body.include_usage)
-        return EventStream(generation, content)
+            api_error = as_api_error(error)
+            meter.end("refused" if api_error.status < 500 else "error")
+            return error_response(api_error)
+
+    async def _response(
+        self, generation: Generation, body: GenerationRequest, answer: Format, meter: Meter
+    ) -> Response:
+        envelope = Envelope(answer, self._model)
+        if body.stream:
+            content = events(generation, envelope, meter, include_usage=body.include_usage)
+            return EventStream(generation, content, meter)
+        try:
+            response = JSONResponse(envelope.whole(await generation.collect(), generation))
+            meter.end("ok", num_cached_tokens=generation.num_cached_tokens)
+            return response
+        finally:
+            generation.close()
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self._model.name:
@@ -141,16 +198,3 @@ class _Routes:
             "owned_by": "eyas",
             "max_model_len": service.engine.max_model_len,
         }
-
-
-def _params(body: ChatRequest | CompletionRequest) -> SamplingParams:
-    max_tokens = body.max_tokens
-    if isinstance(body, ChatRequest) and body.max_completion_tokens is not None:
-        max_tokens = body.max_completion_tokens
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=body.temperature,
-        seed=body.seed,
-        stop_token_ids=tuple(body.stop_token_ids),
-        ignore_eos=body.ignore_eos,
-    )

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from eyas.engine.async_engine import EngineDeadError
+from eyas.engine.async_engine import EngineDeadError, RequestFailedError
 from eyas.types import EyasError
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,9 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error), code="invalid_value")
     if isinstance(error, EngineDeadError):
         return ApiError(503, f"the engine has ended: {error}", code="engine_dead")
+    if isinstance(error, RequestFailedError):
+        logger.error("a request failed: %s", error)
+        return ApiError(500, f"this request failed, others go on: {error}", code="internal")
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "internal server error: the server's log says more", code="internal")
 
@@ -64,5 +67,12 @@ def install_error_handlers(app: FastAPI) -> None:
             error = ApiError(error.status_code, text)
         return error_response(error)
 
-    for kind in (ApiError, EyasError, EngineDeadError, HTTPException, Exception):
+    for kind in (
+        ApiError,
+        EyasError,
+        EngineDeadError,
+        RequestFailedError,
+        HTTPException,
+        Exception,
+    ):
         app.add_exception_handler(kind, on_error)

@@ -25,22 +25,13 @@ HARMLESS = {
 
 # Known but not implemented, with the values that ask for nothing (null always does).
 _BOTH_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
     "include_stop_str_in_output": (False,),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
     "priority": (0,),
     "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "return_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "stop": ([],),
     "structured_outputs": (),
-    "top_k": (0, -1),
-    "top_p": (1,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
@@ -53,7 +44,6 @@ CHAT_NEUTRAL = _BOTH_NEUTRAL | {
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
@@ -61,15 +51,12 @@ CHAT_NEUTRAL = _BOTH_NEUTRAL | {
     "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
 }
 COMPLETION_NEUTRAL = _BOTH_NEUTRAL | {
     "add_special_tokens": (True,),
     "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (),  # 0 asks for the sampled tokens' own
     "response_format": ({"type": "text"},),
     "suffix": ("",),
 }

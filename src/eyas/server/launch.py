@@ -1,6 +1,6 @@
-"""`eyas serve`: bind the port, check, load, answer until told to stop.
+"""`eyas serve`: bind the port, have the engine's process check and load, answer until told to stop.
 
-The port is bound before anything else, so that /health can tell how far the start has come.
+The port is bound before anything else, so that /ready can tell how far the start has come.
 Exit codes: 0 stopped by a signal; 1 what was asked cannot be done (a port in use, no such model),
 the load broke or the engine died; 2 the check has findings.
 """
@@ -8,81 +8,104 @@ the load broke or the engine died; 2 the check has findings.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
-import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Coroutine
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any
-
-import uvicorn
+from typing import Any, Protocol
 
 from eyas.config import EngineConfig
-from eyas.engine.async_engine import AsyncEngine
+from eyas.engine.engine_process import EngineProcess, Loaded, LoadError
+from eyas.engine.serving_load import load_for_serving
 from eyas.engine.tokenizer import Tokenizer
 from eyas.models.embedded import Progress
 from eyas.server.app import create_app
 from eyas.server.formats import ModelCard
-from eyas.server.service import Service
-from eyas.server.state import Phase, ServerState
-from eyas.types import CheckError, EyasError
+from eyas.server.log_format import LogFormat, configure_logging
+from eyas.server.process import HttpServer, Stop, stop_on_signals
+from eyas.server.service import EngineClient, Service
+from eyas.server.state import ServerState
+from eyas.types import CheckError, EyasError, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_FAILED, EXIT_FINDINGS = 0, 1, 2
 DRAIN_SECONDS = 10.0  # for running requests, after a signal
 LINGER_SECONDS = 1.0  # a dead engine's reason stays readable on /health that long
-_CLOSE_SECONDS = 5  # for the last bytes of open responses
 _LOG_EVERY_SECONDS = 5.0
-_KEEP_ALIVE_SECONDS = 60
 
 
-@dataclasses.dataclass(frozen=True)
-class Loaded:
-    """What a loader brings: an engine that is not started, and what goes with it."""
+class ServedEngine(EngineClient, Protocol):
+    """An engine from its load to its end; EngineProcess has it."""
 
-    engine: AsyncEngine
-    tokenizer: Tokenizer
-    vocab_size: int
+    death_details: str  # the traceback of its death
+
+    async def load(self, progress: Progress) -> Loaded:
+        """Load. Raises CheckError, EyasError or LoadError."""
+
+    async def died(self) -> str:
+        """Wait until it dies unasked, and say of what."""
+
+    async def stop(self) -> None:
+        """End it; open streams raise EngineDeadError."""
 
 
-Loader = Callable[[Progress], Loaded]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """How the server answers. port 0 takes a free one, which the log names.
+
+    served_model_name: what clients call the model; default config.model. api_keys: clients must
+    bring one of them. drain_seconds: how long running requests have to end after a signal.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    api_keys: tuple[str, ...] = ()
+    log_format: LogFormat = "text"
+    drain_seconds: float = DRAIN_SECONDS
 
 
-def serve(config: EngineConfig, *, host: str, port: int, served_model_name: str | None) -> int:
+def serve(config: EngineConfig, settings: ServerSettings) -> int:
     """Run the server until a signal or a failure; returns the process's exit code.
 
-    served_model_name: what clients call the model; default config.model. port 0 takes a free one,
-    which the log names. Logs to stderr unless logging is configured already.
+    Logs to stderr unless logging is configured already.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    model = ModelCard(served_model_name or config.model, int(time.time()), _fingerprint(config))
-    return asyncio.run(run_server(lambda p: _load(config, p), model, host=host, port=port))
+    configure_logging(settings.log_format)
+    name = settings.served_model_name or config.model
+    model = ModelCard(name, int(time.time()), _fingerprint(config))
+
+    async def run() -> int:
+        engine = EngineProcess(functools.partial(load_for_serving, config))
+        return await run_server(engine, model, settings)
+
+    return asyncio.run(run())
 
 
-async def run_server(load: Loader, model: ModelCard, *, host: str, port: int) -> int:
-    """Serve what `load` brings (called in a thread of its own); returns the exit code."""
+async def run_server(engine: ServedEngine, model: ModelCard, settings: ServerSettings) -> int:
+    """Serve an engine that is still to be loaded; returns the exit code."""
     try:
-        listener = _bind(host, port)
+        listener = _bind(settings.host, settings.port)
     except OSError as error:
-        logger.error("cannot listen on %s port %d: %s; choose others", host, port, error)
+        logger.error(
+            "cannot listen on %s port %d: %s; choose others", settings.host, settings.port, error
+        )
         return EXIT_FAILED
     state = ServerState()
-    http = _HttpServer(create_app(state, model))
+    http = HttpServer(create_app(state, model, api_keys=settings.api_keys))
     url = _url(listener)
-    logger.info("listening on %s; /health tells when %s is ready", url, model.name)
+    logger.info("listening on %s; /ready tells when %s answers", url, model.name)
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     try:
-        with _stop_on_signals() as stop:
+        with stop_on_signals() as stop:
             serving.add_done_callback(lambda _: stop.asked.set())  # it should not end by itself
-            code = await _live(state, load, stop=stop, ready_text=f"{model.name} on {url}")
+            life = _Life(state, engine, stop, drain_seconds=settings.drain_seconds)
+            code = await life.live(ready_text=f"{model.name} on {url}")
             http.force_exit = stop.at_once.is_set()
             return code
     finally:
@@ -90,34 +113,88 @@ async def run_server(load: Loader, model: ModelCard, *, host: str, port: int) ->
         await serving
 
 
-async def _live(state: ServerState, load: Loader, *, stop: _Stop, ready_text: str) -> int:
+class _Life:
     """Load, serve until told to stop or the engine dies, end."""
-    loading = _Loading(load, state)
-    if await _first(loading.done.wait(), stop.asked.wait()) == 1:
-        state.stop()
-        await loading.cancel()
-        return EXIT_OK
-    if loading.error is not None:
-        state.fail(str(loading.error))
-        return _report(loading.error)
-    loaded = loading.loaded
-    loaded.engine.start()
-    service = Service(loaded.engine, loaded.tokenizer, vocab_size=loaded.vocab_size)
-    state.become_ready(service)
-    logger.info("ready: %s", ready_text)
-    try:
-        if await _first(loaded.engine.died(), stop.asked.wait()) == 0:
-            reason = f"the engine died: {loaded.engine.error}"
-            state.fail(reason)
-            logger.error("%s; ending", reason)
+
+    def __init__(
+        self, state: ServerState, engine: ServedEngine, stop: Stop, *, drain_seconds: float
+    ) -> None:
+        self._state, self._engine, self._stop = state, engine, stop
+        self._drain_seconds = drain_seconds
+
+    async def live(self, *, ready_text: str) -> int:
+        """Returns the exit code; the engine has ended then."""
+        starting = asyncio.ensure_future(self._start())
+        try:
+            if await _first(asyncio.wait({starting}), self._stop.asked.wait()) == 1:
+                self._state.stop()
+                starting.cancel()
+                return EXIT_OK
+            try:
+                service = starting.result()
+            except Exception as error:
+                self._state.fail(str(error))
+                return _report(error)
+            self._state.become_ready(service)
+            logger.info("ready: %s", ready_text)
+            try:
+                return await self._serve(service)
+            finally:
+                await self._engine.stop()  # what still runs gets an error event
+                service.close()
+        finally:
+            await self._engine.stop()
+            await asyncio.gather(starting, return_exceptions=True)
+
+    async def _start(self) -> Service:
+        """Load the engine, and this process's tokenizer beside it; show that an answer comes."""
+        importing = asyncio.create_task(asyncio.to_thread(_import_transformers))
+        loaded = await self._engine.load(_ProgressLog(self._state).report)
+        for fact in loaded.facts:
+            logger.info("%s", fact)
+        for finding in loaded.warnings:
+            logger.warning("%s", finding)
+        await importing
+        service = Service(self._engine, await asyncio.to_thread(Tokenizer, loaded.folder))
+        self._state.warm_up()
+        await _warm_up(self._engine)
+        return service
+
+    async def _serve(self, service: Service) -> int:
+        """Until a signal or the engine's death; the exit code."""
+        engine = self._engine
+        if await _first(engine.died(), self._stop.asked.wait()) == 0:
+            reason = f"the engine died: {engine.error}"
+            self._state.fail(reason)
+            logger.error("%s; ending%s", reason, _indented(engine.death_details))
             await asyncio.sleep(LINGER_SECONDS)
             return EXIT_FAILED
-        state.stop()
-        await _first(_idle(service), stop.at_once.wait(), asyncio.sleep(DRAIN_SECONDS))
+        self._state.stop()
+        deadline = asyncio.sleep(self._drain_seconds)
+        await _first(_idle(service), self._stop.at_once.wait(), deadline, engine.died())
         return EXIT_OK
+
+
+async def _warm_up(engine: EngineClient) -> None:
+    """One short answer from prefill to its end. Raises what a client would meet."""
+    room = engine.max_model_len - 1
+    if room < 1:
+        return  # every request will be refused, with the reason
+    params = SamplingParams(max_tokens=min(4, room), temperature=0, ignore_eos=True)
+    stream = await engine.submit("warm-up", [0], params)
+    try:
+        while (output := await stream.__anext__()).finish_reason is None:
+            pass
+        if output.error is not None:
+            raise LoadError(f"the first completion failed: {output.error}")
     finally:
-        await loaded.engine.stop()  # what still runs gets an error event
-        service.close()
+        stream.close()
+
+
+def _import_transformers() -> None:
+    import transformers
+
+    _ = transformers.AutoTokenizer
 
 
 async def _idle(service: Service) -> None:
@@ -137,97 +214,19 @@ async def _first(*awaitables: Coroutine[Any, Any, Any]) -> int:
     return next(i for i, task in enumerate(tasks) if task in done)
 
 
-class _Loading:
-    """A load in a daemon thread. `done` is set when `loaded` or `error` is there."""
+class _ProgressLog:
+    """Progress goes to the state and, now and then, to the log."""
 
-    def __init__(self, load: Loader, state: ServerState) -> None:
-        self.done = asyncio.Event()
-        self.error: BaseException | None = None
-        self.loaded: Loaded
-        self._load, self._state = load, state
-        self._loop = asyncio.get_running_loop()
-        self._last_step, self._last_log = "", 0.0
-        self._thread = threading.Thread(target=self._run, name="eyas-load", daemon=True)
-        self._thread.start()
+    def __init__(self, state: ServerState) -> None:
+        self._state, self._last_step, self._last_log = state, "", 0.0
 
-    async def cancel(self) -> None:
-        """Make the load end at its next progress report; does not wait for ever."""
-        await asyncio.to_thread(self._thread.join, _CLOSE_SECONDS)
-
-    def _run(self) -> None:
-        try:
-            self.loaded = self._load(self._progress)
-        except BaseException as error:  # an exit in a thread would go unseen
-            self.error = error
-        with contextlib.suppress(RuntimeError):  # the loop may be gone: nobody waits any more
-            self._loop.call_soon_threadsafe(self.done.set)
-
-    def _progress(self, step: str, done: int, total: int) -> None:
-        if self._state.phase is Phase.STOPPING:
-            raise _LoadCancelledError
+    def report(self, step: str, done: int, total: int) -> None:
+        """`done` of `total` bytes of a step are behind us."""
         self._state.report_progress(step, done, total)
         now = time.monotonic()
         if step != self._last_step or done == total or now - self._last_log > _LOG_EVERY_SECONDS:
             self._last_step, self._last_log = step, now
             logger.info("%s: %.0f of %.0f MB", step, done / 1e6, total / 1e6)
-
-
-class _LoadCancelledError(Exception):
-    """The server is to stop before it was ready."""
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn without signal handlers of its own: it would end the process by the signal."""
-
-    def __init__(self, app: Any) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                lifespan="off",
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=_CLOSE_SECONDS,
-            )
-        )
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Leave the signals alone."""
-        yield
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stop:
-    """asked: no new requests; at_once: do not wait for running ones either."""
-
-    asked: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-    at_once: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-
-    def on_signal(self) -> None:
-        """A signal asks; one more does not wait."""
-        if self.asked.is_set():
-            self.at_once.set()
-        else:
-            logger.info("stopping when the running requests are done; once more to stop at once")
-            self.asked.set()
-
-
-@contextlib.contextmanager
-def _stop_on_signals() -> Generator[_Stop, None, None]:
-    """Events that SIGINT and SIGTERM set, where this is the main thread."""
-    stop, loop = _Stop(), asyncio.get_running_loop()
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    signals = (signal.SIGINT, signal.SIGTERM) if in_main_thread else ()
-    for number in signals:
-        loop.add_signal_handler(number, stop.on_signal)
-    try:
-        yield stop
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -247,30 +246,8 @@ def _fingerprint(config: EngineConfig) -> str:
     return f"eyas-{hashlib.sha256(chosen.encode()).hexdigest()[:10]}"
 
 
-def _load(config: EngineConfig, progress: Progress) -> Loaded:
-    """Check, then load. Raises CheckError with all findings, EyasError for a missing tokenizer."""
-    from eyas.engine.check import run_check
-    from eyas.engine.load import load_engine, resolve_folders
-
-    config = resolve_folders(config, progress=progress)
-    try:
-        tokenizer = Tokenizer(Path(config.model))
-    except EyasError:
-        run_check(config).raise_on_errors()  # where more is wrong, say it all
-        raise
-    loaded = load_engine(config, progress=progress)
-    for label, text in loaded.report.facts.items():
-        logger.info("%s: %s", label, text)
-    for finding in loaded.report.findings:
-        logger.warning("%s", finding)
-    seconds = ", ".join(f"{stage} {time:.1f} s" for stage, time in loaded.seconds.items())
-    logger.info("%s; %s", loaded.report.summary(), seconds)
-    assert loaded.report.target is not None
-    return Loaded(AsyncEngine(loaded.engine), tokenizer, loaded.report.target.vocab_size)
-
-
-def _report(error: BaseException) -> int:
-    """Say why the load failed; the exit code."""
+def _report(error: Exception) -> int:
+    """Say once why the start failed; the exit code."""
     if isinstance(error, CheckError):
         for finding in error.findings:
             logger.error("%s", finding)
@@ -278,6 +255,12 @@ def _report(error: BaseException) -> int:
         return EXIT_FINDINGS
     if isinstance(error, EyasError):
         logger.error("%s", error)
+    elif isinstance(error, LoadError):
+        logger.error("the load failed: %s%s", error, _indented(error.details))
     else:
         logger.error("the load failed", exc_info=error)
     return EXIT_FAILED
+
+
+def _indented(details: str) -> str:
+    return f"\n{details.rstrip()}" if details else ""

@@ -1,19 +1,30 @@
-"""What clients may ask: the request bodies of the two endpoints, parsed strictly.
+"""What clients may ask: the request bodies of the endpoints, parsed strictly.
 
 A number in a string, a float for an integer or NaN are refused rather than guessed at.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from eyas.server.errors import ApiError
 from eyas.server.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, served_fields
+from eyas.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 
+MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 1000
 MAX_CHOICES = 128  # OpenAI's limit of n
 _MAX_SHOWN_ERRORS = 3
 # Fields of a message that other servers return; clients send them back empty.
@@ -29,6 +40,35 @@ _MESSAGE_EMPTY = {
 }
 
 Prompt = str | list[int]
+
+# As clients may write what is one type here; for the OpenAPI document.
+_TEXT: dict[str, Any] = {"type": "string"}
+_TOKENS: dict[str, Any] = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+_PROMPT_SCHEMA = WithJsonSchema(
+    {
+        "anyOf": [
+            _TEXT,
+            _TOKENS,
+            {"type": "array", "items": _TEXT, "minItems": 1},
+            {"type": "array", "items": _TOKENS, "minItems": 1},
+        ]
+    }
+)
+_CONTENT_SCHEMA = WithJsonSchema(
+    {
+        "anyOf": [
+            _TEXT,
+            {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "properties": {"type": {"const": "text"}, "text": _TEXT},
+                    "required": ["type", "text"],
+                },
+            },
+        ]
+    }
+)
 
 
 class _Strict(BaseModel):
@@ -46,7 +86,7 @@ class ChatMessage(_Strict):
     """One message of a conversation; content parts of type text are joined as they are."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str
+    content: Annotated[str, _CONTENT_SCHEMA]
     name: str | None = None
 
     @model_validator(mode="before")
@@ -84,10 +124,32 @@ class ChatMessage(_Strict):
         return message if self.name is None else message | {"name": self.name}
 
 
+# Keys of a JSON object are strings; a longer number is no token anyhow.
+_TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
+_StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+_ONE_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+_STOP_SCHEMA = WithJsonSchema(
+    {"anyOf": [_ONE_STOP, {"type": "array", "items": _ONE_STOP, "maxItems": MAX_STOP_STRINGS}]}
+)
+
+
 class _Request(_Strict):
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] = 0
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = 0
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
+    logit_bias: Annotated[
+        dict[_TokenKey, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]],
+        Field(max_length=MAX_LOGIT_BIAS),
+    ] = {}
+    stop: Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS), _STOP_SCHEMA] = []
+    speculation: bool = True
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
@@ -99,6 +161,40 @@ class _Request(_Strict):
     def include_usage(self) -> bool:
         """Whether a stream tells its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many alternatives to report with each token; None: no log-probabilities."""
+        raise NotImplementedError
+
+    def sampling_params(self) -> SamplingParams:
+        """What the engine is asked for. Raises EyasError for options that contradict each other.
+
+        `n` is not part of it: each answer is a request of its own.
+        """
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_k=max(0, self.top_k),  # -1 is "off" too, as others write it
+            top_p=self.top_p,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
+            seed=self.seed,
+            stop_token_ids=tuple(self.stop_token_ids),
+            stop=tuple(self.stop),
+            ignore_eos=self.ignore_eos,
+            logprobs=self.num_logprobs,
+            speculation=self.speculation,
+        )
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stop_as_list(cls, stop: Any) -> Any:
+        return [stop] if isinstance(stop, str) else stop
 
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> _Request:
@@ -112,7 +208,25 @@ class ChatRequest(_Request):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
     chat_template_kwargs: dict[str, Any] = {}
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many alternatives to report with each token; None: no log-probabilities."""
+        return self.top_logprobs if self.logprobs else None
+
+    def sampling_params(self) -> SamplingParams:
+        """What the engine is asked for; either name of the limit counts."""
+        limit = self.max_completion_tokens or self.max_tokens
+        return dataclasses.replace(super().sampling_params(), max_tokens=limit)
+
+    @model_validator(mode="after")
+    def _alternatives_need_logprobs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs is only allowed with logprobs: true")
+        return self
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:
@@ -128,7 +242,23 @@ class ChatRequest(_Request):
 class CompletionRequest(_Request):
     """The body of /v1/completions. prompt: one text or token array, or a list of them."""
 
-    prompt: list[Prompt]
+    prompt: Annotated[list[Prompt], _PROMPT_SCHEMA]
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many alternatives to report with each token; None: no log-probabilities."""
+        return self.logprobs
+
+    @model_validator(mode="after")
+    def _no_prompt_logprobs(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise ValueError(
+                "echo with logprobs asks for log-probabilities of the prompt, which are not "
+                "supported: leave out one of them"
+            )
+        return self
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -149,8 +279,35 @@ def _is_token_array(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
-AnyRequest = TypeVar("AnyRequest", ChatRequest, CompletionRequest)
-_NEUTRAL: dict[type[_Request], Mapping[str, tuple[Any, ...]]] = {
+class TokenizeRequest(_Strict):
+    """The body of /tokenize: a text, or a conversation as the chat template renders it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool = True
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(_Strict):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+GenerationRequest = ChatRequest | CompletionRequest
+AnyRequest = TypeVar(
+    "AnyRequest", ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest
+)
+# Fields beside a request's own that may be there with these values.
+NEUTRAL_FIELDS: dict[type[BaseModel], Mapping[str, tuple[Any, ...]]] = {
     ChatRequest: CHAT_NEUTRAL,
     CompletionRequest: COMPLETION_NEUTRAL,
 }
@@ -165,7 +322,9 @@ def parse_request(kind: type[AnyRequest], body: bytes) -> AnyRequest:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(data, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    fields = served_fields(data, known=kind.model_fields.keys(), neutral=_NEUTRAL[kind])
+    fields = served_fields(
+        data, known=kind.model_fields.keys(), neutral=NEUTRAL_FIELDS.get(kind, {})
+    )
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

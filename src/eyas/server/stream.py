@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from eyas.server.errors import as_api_error
 from eyas.server.formats import Envelope, usage
+from eyas.server.metrics import Meter
 from eyas.server.service import Generation
 from eyas.server.transport import ClientGoneError, unless_client_leaves
 
@@ -20,11 +21,11 @@ _DONE = b"data: [DONE]\n\n"
 
 def sse(data: dict[str, Any]) -> bytes:
     """One event. Non-ASCII text is escaped: some clients take U+2028 or U+0085 for a line's end."""
-    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + json.dumps(data, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
 
 
 async def events(
-    generation: Generation, envelope: Envelope, *, include_usage: bool
+    generation: Generation, envelope: Envelope, meter: Meter, *, include_usage: bool
 ) -> AsyncIterator[bytes]:
     """The events of a streamed answer. A failure is an error event, after which nothing comes."""
     no_usage = {"usage": None} if include_usage else {}
@@ -33,8 +34,10 @@ async def events(
             async for chunk in chunks:
                 yield sse(chunk | no_usage)
     except Exception as error:
+        meter.end("error")
         yield sse(as_api_error(error).body())
         return
+    meter.end("ok", num_cached_tokens=generation.num_cached_tokens)
     if include_usage:
         yield sse(envelope.chunk() | {"usage": usage(generation)})
     yield _DONE
@@ -51,7 +54,7 @@ async def _chunks(
                 started.add(piece.index)
                 if (start := answer.start(piece.index)) is not None:
                     yield envelope.chunk(start)
-            if piece.text:
+            if piece.text or piece.logprobs:
                 yield envelope.chunk(answer.text(piece))
             if piece.finish_reason is not None:
                 yield envelope.chunk(answer.finish(piece))
@@ -60,10 +63,10 @@ async def _chunks(
 class EventStream(StreamingResponse):
     """Sends events until they end or the client leaves, which aborts the generation at once."""
 
-    def __init__(self, generation: Generation, content: AsyncIterator[bytes]) -> None:
+    def __init__(self, generation: Generation, content: AsyncIterator[bytes], meter: Meter) -> None:
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(content, media_type="text/event-stream", headers=headers)
-        self._generation = generation
+        self._generation, self._meter = generation, meter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response; starlette's own notices a client that left only when it sends."""
@@ -73,3 +76,4 @@ class EventStream(StreamingResponse):
             pass
         finally:
             self._generation.close()
+            self._meter.end("aborted")

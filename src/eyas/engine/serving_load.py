@@ -1,0 +1,38 @@
+"""The load as `serve` does it: in the engine's process, with all that its parent must know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from eyas.config import EngineConfig
+from eyas.engine.engine_process import Loaded
+from eyas.models.embedded import Progress
+from eyas.types import EyasError
+
+if TYPE_CHECKING:
+    from eyas.engine.engine import Engine
+
+
+def load_for_serving(config: EngineConfig, progress: Progress) -> tuple[Engine, Loaded]:
+    """Check, then load. Raises CheckError with all findings, EyasError for a missing tokenizer."""
+    from eyas.engine.check import run_check  # heavy: torch
+    from eyas.engine.load import load_engine, resolve_folders
+    from eyas.engine.tokenizer import Tokenizer
+
+    config = resolve_folders(config, progress=progress)
+    try:
+        tokenizer = Tokenizer(Path(config.model))
+    except EyasError:
+        run_check(config).raise_on_errors()  # where more is wrong, say it all
+        raise
+    loaded = load_engine(config, progress=progress)
+    engine, report = loaded.engine, loaded.report
+    engine.tokenizer = tokenizer
+    runner = engine.worker.runner
+    if runner.state.device.type == "cpu":  # elsewhere a call returns before its work is done
+        engine.stats.watch_parts(runner)
+    seconds = ", ".join(f"{stage} {time:.1f} s" for stage, time in loaded.seconds.items())
+    facts = [f"{label}: {text}" for label, text in report.facts.items()]
+    facts.append(f"{report.summary()}; {seconds}")
+    return engine, Loaded(engine.info, loaded.folder, tuple(facts), tuple(report.findings))

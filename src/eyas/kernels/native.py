@@ -92,7 +92,8 @@ def _load() -> bool:
 
 def status() -> str:
     """What computes on a CPU, and why, in one line; loads (or builds) the library."""
-    _LIBRARY.get()
+    if _state == "unloaded":
+        _load()
     return _LIBRARY.status
 
 

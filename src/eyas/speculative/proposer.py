@@ -43,7 +43,7 @@ class Proposer:
         )
         hidden_BKH = state.draft_hidden_SH.index_select(0, slots_B)[:, None].expand(-1, topk, -1)
         chain = [state.pending_S.index_select(0, slots_B), builder.token_BK[:, 0]]
-        slots_T = slots_B.repeat_interleave(topk)
+        slots_T = slots_B[:, None].expand(-1, topk).reshape(-1)
         for level in range(1, shape.depth):
             plan = self.backend.plan_tree(
                 page_table_BP=page_table_BP,
@@ -55,7 +55,8 @@ class Proposer:
                 max_kv_len=max_kv_len + 1,
             )
             # A candidate of depth d is consumed at position L + d - 1.
-            position_T = (length_B + level - 1).repeat_interleave(topk)
+            position_B = length_B + level - 1
+            position_T = position_B[:, None].expand(-1, topk).reshape(-1)
             output = self.draft.forward(
                 builder.token_BK.reshape(-1), hidden_BKH.flatten(0, 1), position_T, slots_T, plan
             )

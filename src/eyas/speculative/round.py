@@ -107,7 +107,7 @@ class RoundRunner:
         position_T = (length_B[:, None] + tree.depth_BN).reshape(-1)
         output = self.target.forward(tree.token_BN.reshape(-1), position_T, plan)
         logits_TV = self.target.compute_logits(output.hidden_TH)
-        slots_T = slots_B.repeat_interleave(shape.num_nodes)
+        slots_T = slots_B[:, None].expand(-1, shape.num_nodes).reshape(-1)
         chosen_T = self.sampler.choose(logits_TV, slots_T, position_T + 1, mode=mode, tree=tree)
         path_BE, emitted_BE, num_accepted_B = self._accept(slots_B, tree, chosen_T, shape)
         num_emitted_B, finish_B = self.sampler.emit(slots_B, emitted_BE, num_accepted_B, mode=mode)
@@ -251,7 +251,7 @@ class RoundRunner:
             emitted_BE.reshape(-1),
             features_TF,
             (length_B[:, None] + step_E).reshape(-1),
-            slots_T=slots_B.repeat_interleave(num_steps),
+            slots_T=slots_B[:, None].expand(-1, num_steps).reshape(-1),
             valid_T=(step_E < num_emitted_B[:, None]).reshape(-1),
             slots_B=slots_B,
             last_B=first_B + (num_emitted_B - 1).clamp(min=0),

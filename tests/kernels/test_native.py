@@ -1,0 +1,337 @@
+"""The C kernels against the torch reference, and what happens where they cannot be built.
+
+Shape suffixes as in eyas.kernels.native.
+"""
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eyas import kernels
+from eyas.kernels import native, native_build, reference
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return made.to(dtype)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    """fp32 to a few last places; bf16 to one rounding, of 2^-8."""
+    tolerance = 3e-6 if expected.dtype == torch.float32 else 2.0**-7
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def needs_library() -> None:
+    if not native.status().startswith("native"):
+        pytest.skip(native.status())
+
+
+@pytest.fixture
+def library() -> None:
+    """Skips where there is no compiler: nothing native to be tested then."""
+    needs_library()
+
+
+def layouts(x: Tensor) -> dict[str, Tensor]:
+    """The same values dense, as the left part of wider rows, and as heads within wider rows."""
+    wide = torch.cat((x, torch.full_like(x, float("nan"))), dim=1)
+    heads = torch.stack((x, x + 1, x - 1), dim=1)
+    return {"dense": x, "columns": wide[:, : x.shape[1]], "heads": heads[:, :2]}
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 15, 16, 24, 64, 576, 1000])
+def test_rms_norm(size: int, dtype: torch.dtype) -> None:
+    weight_H = random(size, dtype=dtype, seed=1)
+    for num_rows in (1, 2, 7, 70):
+        for x in layouts(3 * random(num_rows, size, dtype=dtype)).values():
+            out = native.rms_norm(x, weight_H, 1e-5)
+            assert out is not None and out.is_contiguous()
+            assert_close(out, reference.rms_norm(x, weight_H, 1e-5))
+            torch.testing.assert_close(out, kernels.rms_norm(x, weight_H, 1e-5), rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("library")
+def test_rms_norm_keeps_nan_and_leaves_the_rest_to_torch() -> None:
+    x, weight_H = random(2, 32, dtype=torch.float32), torch.ones(32)
+    x[0, 5] = float("nan")
+    out = native.rms_norm(x, weight_H, 1e-5)
+    assert out is not None and out[0].isnan().all() and out[1].isfinite().all()
+    assert native.rms_norm(x.t()[:2], torch.ones(2), 1e-5) is None
+    assert native.rms_norm(x, weight_H.double(), 1e-5) is None
+    assert native.rms_norm(torch.zeros(1 << 15, 32), weight_H, 1e-5) is None
+    for other in (torch.float64, torch.float16):
+        assert not native.accepts(x.to(other))
+    assert not native.accepts(torch.empty(2, device="meta"))
+    assert native.accepts(x)
+    with native.disabled():
+        assert not native.accepts(x)
+    with torch.inference_mode(False), torch.enable_grad():
+        assert not native.accepts(torch.ones(2))
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [8, 24, 576, 1000])
+def test_add_rms_norm(size: int, dtype: torch.dtype) -> None:
+    weight_H = random(size, dtype=dtype, seed=2)
+    for num_rows in (1, 3, 70):
+        x, delta = random(num_rows, size, dtype=dtype), random(num_rows, size, dtype=dtype, seed=1)
+        both = native.add_rms_norm(x, delta, weight_H, 1e-5)
+        assert both is not None
+        total, out = reference.add_rms_norm(x, delta, weight_H, 1e-5)
+        torch.testing.assert_close(both[0], total, rtol=0, atol=0)
+        assert_close(both[1], out)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 16, 24, 1536])
+def test_silu_mul(size: int, dtype: torch.dtype) -> None:
+    for num_rows in (1, 5, 70):
+        x = 6 * random(num_rows, 2 * size, dtype=dtype)
+        x[0, 0] = 60.0
+        x[-1, 0] = -60.0
+        out = native.silu_mul(x)
+        assert out is not None
+        assert_close(out, reference.silu_mul(x))
+    x[0, 0] = float("nan")
+    out = native.silu_mul(x)
+    assert out is not None and out[0, 0].isnan() and out[1:].isfinite().all()
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "size", "rotary"),
+    [(9, 3, 64, 64), (4, 4, 24, 24), (8, 2, 128, 64), (2, 1, 80, 20), (3, 1, 6, 2)],
+)
+def test_rope_write(
+    num_heads: int, num_kv_heads: int, size: int, rotary: int, dtype: torch.dtype
+) -> None:
+    num_all = num_heads + 2 * num_kv_heads
+    for num_rows in (1, 2, 7, 70):
+        qkv_TE = random(num_rows, num_all * size, dtype=dtype)
+        angle = 9 * random(num_rows, 1, rotary // 2, dtype=torch.float32, seed=1)
+        cos = torch.cat((angle.cos(), angle.cos()), dim=-1).to(dtype)
+        sin = torch.cat((-angle.sin(), angle.sin()), dim=-1).to(dtype)
+        order = torch.randperm(90, generator=torch.Generator().manual_seed(2))
+        write_T = order[:num_rows]
+        k_RKD, v_RKD = (torch.full((90, num_kv_heads, size), 7.0, dtype=dtype) for _ in range(2))
+        writer = kernels.plan_rope_write(
+            qkv_TE, (cos, sin), write_T, (k_RKD, v_RKD), num_heads=num_heads
+        )
+        assert isinstance(writer, native.RopeWriter)
+        q_THD = writer(qkv_TE, k_RKD, v_RKD)
+        heads = qkv_TE.view(num_rows, num_all, size)
+        rotated = reference.apply_rope(heads[:, : num_heads + num_kv_heads], cos, sin)
+        assert_close(q_THD, rotated[:, :num_heads])
+        assert_close(k_RKD[write_T], rotated[:, num_heads:])
+        torch.testing.assert_close(v_RKD[write_T], heads[:, -num_kv_heads:], rtol=0, atol=0)
+        for cache in (k_RKD, v_RKD):
+            assert (cache[order[num_rows:]] == 7).all()
+
+
+def attention_in_fp64(
+    q_THD: Tensor, read_BS: Tensor, bias_BQS: Tensor, cache: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Softmax attention, row by row, over the positions that a row sees."""
+    num_requests, num_queries, _ = bias_BQS.shape
+    num_heads, size = q_THD.shape[1:]
+    group = num_heads // cache[0].shape[1]
+    out = torch.zeros(len(q_THD), num_heads, cache[1].shape[2], dtype=torch.float64)
+    for row in range(len(q_THD)):
+        request, query = divmod(row, num_queries)
+        assert request < num_requests
+        bias_S = bias_BQS[request, query].double()
+        seen = bias_S > -math.inf
+        if not seen.any():
+            continue
+        k, v = (c[read_BS[request, seen]].double().repeat_interleave(group, 1) for c in cache)
+        score_HS = torch.einsum("hd,shd->hs", q_THD[row].double(), k) / math.sqrt(size)
+        out[row] = torch.einsum("hs,shd->hd", (score_HS + bias_S[seen]).softmax(-1), v)
+    return out.flatten(1)
+
+
+def attention_case(
+    shape: tuple[int, int, int], heads: tuple[int, int, int, int], dtype: torch.dtype, seed: int
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
+    """q, read, bias and cache: random masks, and NaN in every cache row that nobody sees."""
+    num_requests, num_queries, num_read = shape
+    num_heads, num_kv_heads, size, v_size = heads
+    g = torch.Generator().manual_seed(seed)
+    q_THD = random(num_requests * num_queries, num_heads, size, dtype=dtype, seed=seed)
+    num_rows = num_requests * num_read + 5
+    read_BS = torch.randperm(num_rows, generator=g)[: num_requests * num_read].view(
+        num_requests, num_read
+    )
+    hidden_BS = torch.rand(num_requests, 1, num_read, generator=g) < 0.4
+    some_BQS = torch.rand(shape, generator=g) < torch.tensor([0.0, 0.3])[seed % 2]
+    hidden_BQS = hidden_BS | some_BQS
+    hidden_BQS[:, :, num_read // 2] = False
+    bias_BQS = torch.zeros(shape, dtype=dtype).masked_fill_(hidden_BQS, float("-inf"))
+    cache = (
+        random(num_rows, num_kv_heads, size, dtype=dtype, seed=seed + 1),
+        random(num_rows, num_kv_heads, v_size, dtype=dtype, seed=seed + 2),
+    )
+    unseen = torch.ones(num_rows, dtype=torch.bool)
+    unseen[read_BS[~hidden_BQS.all(1)]] = False
+    for tensor in cache:
+        tensor[unseen] = float("nan")
+    return q_THD, read_BS, bias_BQS, cache
+
+
+HEADS = [(9, 3, 64, 64), (4, 4, 24, 16), (8, 1, 128, 128), (6, 2, 80, 80), (2, 2, 5, 7)]
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_attention(heads: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    shapes = [(1, 1, 1), (1, 1, 16), (2, 1, 33), (3, 5, 47), (1, 16, 130), (1, 70, 70), (2, 1, 700)]
+    for seed, shape in enumerate(shapes):
+        q_THD, read_BS, bias_BQS, cache = attention_case(shape, heads, dtype, seed)
+        attend = kernels.plan_attention(q_THD, read_BS.view(-1), bias_BQS, cache)
+        assert isinstance(attend, native.FewRowsAttention), shape
+        out = q_THD.new_empty(len(q_THD), heads[0] * heads[3])
+        attend(q_THD, *cache, out)
+        assert_close(out, attention_in_fp64(q_THD, read_BS, bias_BQS, cache).to(dtype))
+
+
+@pytest.mark.usefixtures("library")
+def test_attention_of_strided_queries_hidden_rows_and_other_biases() -> None:
+    """Queries within wider rows; a row that sees nothing; a position that only one row may read,
+    though it holds NaN; biases that are neither 0 nor -inf."""
+    q_THD, read_BS, bias_BQS, cache = attention_case((2, 3, 40), (4, 2, 64, 64), torch.float32, 0)
+    bias_BQS += random(2, 3, 40, dtype=torch.float32, seed=9)
+    bias_BQS[0, 1] = float("-inf")
+    bias_BQS[1, :2, 7], bias_BQS[1, 2, 7] = float("-inf"), 0.0
+    for tensor in cache:
+        tensor[read_BS[1, 7]] = float("nan")
+    wide = torch.cat((q_THD, torch.full_like(q_THD, float("nan"))), dim=1)
+    q = wide[:, :4]
+    attend = native.FewRowsAttention(q, read_BS.view(-1), bias_BQS, cache)
+    out = torch.empty(6, 4 * 64)
+    attend(q, *cache, out)
+    expected = attention_in_fp64(q_THD, read_BS, bias_BQS, cache).float()
+    assert_close(out[:5], expected[:5])
+    assert (out[1] == 0).all() and out[5].isnan().all()
+
+
+@pytest.mark.usefixtures("library")
+def test_large_attention_is_left_to_torch() -> None:
+    cache = (torch.zeros(4, 8, 64), torch.zeros(4, 8, 64))
+    for num_queries, served in ((1, True), (512, False)):
+        bias_BQS = torch.zeros(1, num_queries, 2048)
+        q_THD = torch.zeros(num_queries, 8, 64)
+        read_T = torch.zeros(2048, dtype=torch.int64)
+        plan = kernels.plan_attention(q_THD, read_T, bias_BQS, cache)
+        assert (plan is not None) == served
+
+
+@pytest.mark.usefixtures("library")
+def test_attention_of_one_row_equals_sdpa() -> None:
+    q_THD, read_BS, bias_BQS, cache = attention_case((1, 1, 150), HEADS[0], torch.float32, 2)
+    out = torch.empty(1, 9 * 64)
+    native.FewRowsAttention(q_THD, read_BS.view(-1), bias_BQS, cache)(q_THD, *cache, out)
+    seen = read_BS[0, bias_BQS[0, 0] == 0]
+    k, v = (c[seen].transpose(0, 1)[None] for c in cache)
+    expected = F.scaled_dot_product_attention(q_THD.transpose(0, 1)[None], k, v, enable_gqa=True)
+    assert_close(out, expected.reshape(1, -1))
+
+
+# ---- building ----
+
+STATUS = "from eyas.kernels import native; print(native.status())"
+
+
+def status_in(cache: Path, **environment: str) -> subprocess.Popen[str]:
+    """A fresh process that loads the library with a cache of its own."""
+    env = os.environ | {"EYAS_CACHE": str(cache), "OMP_NUM_THREADS": "1"} | environment
+    return subprocess.Popen(
+        [sys.executable, "-c", STATUS], env=env, stdout=subprocess.PIPE, text=True
+    )
+
+
+def fresh(monkeypatch: pytest.MonkeyPatch, cache: Path) -> native_build.NativeLibrary:
+    monkeypatch.setenv("EYAS_CACHE", str(cache))
+    monkeypatch.delenv("EYAS_NATIVE", raising=False)
+    return native_build.NativeLibrary()
+
+
+def test_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = fresh(monkeypatch, tmp_path)
+    assert made.status == "not loaded yet"
+    monkeypatch.setenv("EYAS_NATIVE", "0")
+    assert made.get() is None and made.status == "torch reference (EYAS_NATIVE=0)"
+    assert not any(tmp_path.iterdir())
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = fresh(monkeypatch, tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert made.get() is None and made.status == "torch reference (no C compiler found)"
+
+
+@pytest.mark.parametrize("works_for_version", [True, False])
+def test_a_compiler_that_fails(
+    works_for_version: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = fresh(monkeypatch, tmp_path / "cache")
+    compiler = tmp_path / "badcc"
+    version = '[ "$1" = --version ] && echo bad 1.0 && exit 0\n' if works_for_version else ""
+    compiler.write_text(f"#!/bin/sh\n{version}echo 'x.c:1: error: no such thing' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    assert made.get() is None
+    assert made.status == f"torch reference ({compiler} failed: x.c:1: error: no such thing)"
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    needs_library()
+    (tmp_path / "file").touch()
+    made = fresh(monkeypatch, tmp_path / "file")
+    assert made.get() is None and made.status.startswith("torch reference (")
+
+
+def test_a_damaged_library_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And two processes that build at once do not disturb each other."""
+    needs_library()
+    both = [status_in(tmp_path), status_in(tmp_path)]
+    texts = [process.communicate(timeout=300)[0] for process in both]
+    assert all(text.startswith("native") for text in texts)
+    (path,) = tmp_path.rglob("*.so")
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    text, _ = status_in(tmp_path).communicate(timeout=300)
+    assert text.startswith("native") and len(path.read_bytes()) == len(whole)
+    before = path.stat().st_mtime_ns
+    made = fresh(monkeypatch, tmp_path)
+    assert made.get() is not None and path.stat().st_mtime_ns == before
+
+
+@pytest.mark.usefixtures("library")
+def test_the_switch_leaves_the_reference_in_charge(tmp_path: Path) -> None:
+    text, _ = status_in(tmp_path, EYAS_NATIVE="0").communicate(timeout=300)
+    assert text.strip() == "torch reference (EYAS_NATIVE=0)"

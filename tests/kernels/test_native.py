@@ -120,6 +120,25 @@ def test_silu_mul(size: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 7, 16, 33, 1000])
+def test_argmax(size: int, dtype: torch.dtype) -> None:
+    """Ties, NaN and infinities as torch has them, wherever they stand."""
+    x = random(60, size, dtype=torch.float32).mul(2).round().to(dtype)
+    g = torch.Generator().manual_seed(1)
+    place = torch.randint(size, (60, 2), generator=g)
+    for row, value in ((0, float("nan")), (20, float("inf"))):
+        some = torch.arange(row, row + 10)
+        x[some[:, None], place[some]] = value
+    x[30:35] = float("-inf")
+    x[35:37] = float("nan")
+    out = native.argmax(x)
+    assert out is not None and out.tolist() == x.argmax(-1).tolist()
+    torch.testing.assert_close(kernels.choose_tokens(x, torch.zeros(60), None), out)
+    assert native.argmax(x.t()) is None or size == 1
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "size", "rotary"),
     [(9, 3, 64, 64), (4, 4, 24, 24), (8, 2, 128, 64), (2, 1, 80, 20), (3, 1, 6, 2)],

@@ -4,13 +4,19 @@
 one. `dispatch` lets `native` (C, for few rows on a CPU) take what it serves.
 """
 
-from eyas.kernels.dispatch import add_rms_norm, plan_attention, plan_rope_write, rms_norm, silu_mul
+from eyas.kernels.dispatch import (
+    add_rms_norm,
+    choose_tokens,
+    plan_attention,
+    plan_rope_write,
+    rms_norm,
+    silu_mul,
+)
 from eyas.kernels.reference import (
     FINISH_LENGTH,
     FINISH_STOP,
     NO_FINISH,
     apply_rope,
-    choose_tokens,
     copy_kv_rows,
     cut_emitted,
     gumbel_noise,

@@ -40,6 +40,18 @@ def silu_mul(gate_up_TI: Tensor) -> Tensor:
     return reference.silu_mul(gate_up_TI)
 
 
+def choose_tokens(logits_RV: Tensor, temperature_R: Tensor, noise_RV: Tensor | None) -> Tensor:
+    """y = argmax(logits / T + G) per row, greedy where T is 0; int64 [R] (design D9).
+
+    noise_RV None: every row is greedy.
+    """
+    if noise_RV is None and native.accepts(logits_RV):
+        chosen_R = native.argmax(logits_RV)
+        if chosen_R is not None:
+            return chosen_R
+    return reference.choose_tokens(logits_RV, temperature_R, noise_RV)
+
+
 def plan_rope_write(
     qkv_TE: Tensor,
     rotary: tuple[Tensor, Tensor],

@@ -530,3 +530,56 @@ void attend(const AttendPlan *p, const void *q, const void *k, const void *v, vo
         FOR_SIZES(0)
     }
 }
+
+/* ---- first index of the largest element of each row; a NaN is the largest ---- */
+
+INLINE int64_t first_equal(const void *x, int64_t size, float value, const int is_bf16) {
+    const int wants_nan = value != value;
+    int64_t i = 0;
+    for (; i + WIDTH <= size; i += WIDTH) {
+        vec v = load(x, i, is_bf16);
+        ints same = wants_nan ? v != v : v == value;
+        int32_t any = 0;
+        for (int lane = 0; lane < WIDTH; lane++) any |= same[lane];
+        if (any) break;
+    }
+    for (; i < size; i++) {
+        float v = load_part(x, i, 1, is_bf16)[0];
+        if (wants_nan ? v != v : v == value) break;
+    }
+    return i;
+}
+
+INLINE void argmax(const void *x, int64_t *out, int64_t rows, int64_t size, const int is_bf16) {
+    const int64_t whole = size / WIDTH * WIDTH;
+    for (int64_t row = 0; row < rows; row++) {
+        const void *in = at(x, row * size, is_bf16);
+        vec most = splat(-INFINITY);
+        ints nan = {0};
+        for (int64_t i = 0; i < whole; i += WIDTH) {
+            vec v = load(in, i, is_bf16);
+            most = pick(v > most, v, most);
+            nan |= v != v;
+        }
+        float top = -INFINITY;
+        for (int lane = 0; lane < WIDTH; lane++) {
+            top = most[lane] > top ? most[lane] : top;
+            if (nan[lane]) most[lane] = NAN;
+        }
+        for (int lane = 0; lane < WIDTH; lane++)
+            if (most[lane] != most[lane]) top = NAN;
+        for (int64_t i = whole; i < size; i++) {
+            float v = load_part(in, i, 1, is_bf16)[0];
+            if (v > top || v != v) top = v;
+        }
+        out[row] = first_equal(in, size, top, is_bf16);
+    }
+}
+
+void argmax_f32(const void *x, int64_t *out, int64_t rows, int64_t size) {
+    argmax(x, out, rows, size, 0);
+}
+
+void argmax_bf16(const void *x, int64_t *out, int64_t rows, int64_t size) {
+    argmax(x, out, rows, size, 1);
+}

@@ -32,6 +32,7 @@ _SIGNATURES = {
     "rms_norm": [_Pointer] * 3 + [_Count] * 4 + [_Real],
     "add_rms_norm": [_Pointer] * 5 + [_Count] * 2 + [_Real],
     "silu_mul": [_Pointer] * 2 + [_Count] * 3,
+    "argmax": [_Pointer] * 2 + [_Count] * 2,
 }
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
@@ -63,6 +64,7 @@ class _Functions:
     rms_norm: dict[torch.dtype, Any]
     add_rms_norm: dict[torch.dtype, Any]
     silu_mul: dict[torch.dtype, Any]
+    argmax: dict[torch.dtype, Any]
 
     def __init__(self, library: ctypes.PyDLL) -> None:
         for name, arguments in _SIGNATURES.items():
@@ -180,6 +182,20 @@ def silu_mul(gate_up_TI: Tensor) -> Tensor | None:
         gate_up_TI.data_ptr(), out_TI.data_ptr(), num_elements // width, width, width // 2
     )
     return out_TI
+
+
+def argmax(x_RV: Tensor) -> Tensor | None:
+    """x.argmax(-1) of rows, the first of equals and NaN above all; None for other layouts.
+
+    No limit: one thread here is quicker than torch's on any number of rows that a host serves.
+    """
+    if x_RV.dim() != 2 or not x_RV.is_contiguous() or not x_RV.numel():
+        return None
+    num_rows, size = x_RV.shape
+    out_R = torch.empty(num_rows, dtype=torch.int64)
+    assert _functions is not None
+    _functions.argmax[x_RV.dtype](x_RV.data_ptr(), out_R.data_ptr(), num_rows, size)
+    return out_R
 
 
 class RopeWriter:

@@ -12,6 +12,7 @@ from eyas.cli.check import audit, check
 from eyas.cli.errors import EyasGroup
 from eyas.cli.generate import demo, generate
 from eyas.cli.serve import serve
+from eyas.cli.train import train
 
 app = typer.Typer(
     cls=EyasGroup,
@@ -43,6 +44,6 @@ def main(
     """Serve large language models with EAGLE-3 speculative decoding."""
 
 
-for _command in (demo, generate, serve, check, audit):
+for _command in (demo, generate, serve, train, check, audit):
     app.command()(_command)
 app.add_typer(bench_app, name="bench")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from eyas.config import EngineConfig
 from eyas.engine.check import run_check
@@ -15,22 +14,12 @@ from eyas.engine.load import load_engine, resolve_folders
 from eyas.engine.tokenizer import Tokenizer
 from eyas.models.embedded import Progress
 from eyas.train.masks import ChatTemplate
+from eyas.train.stage_settings import Placement
 from eyas.types import CheckError, Severity
 
 # A GPU is only busy with many rows; a CPU soon is, and its memory is the host's.
 DEFAULT_BATCH = {"cuda": 1024, "cpu": 32}
 _PREFILL_TOKENS = {"cuda": 4096, "cpu": 512}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Where and how models run, the same in every stage. batch_size: requests at once, None for
-    the most that is useful and fits. template_settings: further variables of the chat template."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    batch_size: int | None = None
-    template_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

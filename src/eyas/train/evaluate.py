@@ -13,65 +13,15 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from eyas.config import TreeShape
 from eyas.engine.engine import Engine
 from eyas.train.batching import Answer, Job, is_looping, run_jobs
-from eyas.train.engines import BatchEngine, Placement, open_engine, target_folder
+from eyas.train.engines import BatchEngine, open_engine, target_folder
 from eyas.train.masks import ChatTemplate
 from eyas.train.prompts import Prompt
+from eyas.train.stage_settings import EvaluateSettings, Mode, Placement
 from eyas.types import EyasError, SamplingParams
 
 ALL = "all"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvaluateSettings:
-    """What is measured. chain: draft levels of the chain. tree: (levels, children a beam, nodes
-    with the root). temperatures: each with the chain and with the tree. max_new_tokens: of one
-    answer. Raises EyasError on values out of range."""
-
-    chain: int = 3
-    tree: tuple[int, int, int] = (6, 8, 32)
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    max_new_tokens: int = 256
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 2:
-            raise EyasError("max_new_tokens must be at least 2: the prefill gives the first token")
-        if not self.temperatures:
-            raise EyasError("give at least one temperature to evaluate at")
-        if self.chain > self.tree[0]:
-            raise EyasError(
-                f"the tree's {self.tree[0]} levels must be at least the chain's {self.chain}"
-            )
-
-    @property
-    def tree_shape(self) -> TreeShape:
-        """The tree."""
-        return TreeShape(*self.tree)
-
-    def modes(self) -> list[Mode]:
-        """All that is measured, in order."""
-        depth, _, nodes = self.tree
-        shapes = {
-            f"chain of {self.chain}": TreeShape(self.chain, 1, self.chain + 1),
-            f"tree of {nodes}, depth {depth}": self.tree_shape,
-        }
-        return [
-            Mode(f"{name}, T = {temperature:g}", shape, temperature)
-            for temperature in self.temperatures
-            for name, shape in shapes.items()
-        ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Mode:
-    """One way to run: a shape of the draft's tree, and a temperature."""
-
-    name: str
-    shape: TreeShape
-    temperature: float
 
 
 @dataclasses.dataclass
@@ -121,8 +71,11 @@ class Evaluation:
     modes: list[ModeResult]
 
     def length(self, mode: int = 0) -> float:
-        """Acceptance length of a mode over all prompts, looping answers left out."""
-        return self.modes[mode].by_source[ALL].length
+        """Acceptance length of a mode over all prompts, looping answers left out (unless every
+        answer is one)."""
+        result = self.modes[mode]
+        counted = result.by_source[ALL] if result.by_source[ALL].num_rounds else result.looping[ALL]
+        return counted.length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +121,8 @@ def evaluate(
 ) -> Evaluation:
     """Measure a draft (a folder) on held-out prompts. max_model_len: the target's own.
 
-    modes: those to measure, by default all of the settings. on_done: called with (answers done, answers in all).
+    modes: those to measure, by default all of the settings. on_done: called with (answers done,
+    answers in all).
     """
     template = ChatTemplate.open(target_folder(target), placement.template_settings)
     room = max_model_len - settings.max_new_tokens

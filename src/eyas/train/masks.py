@@ -51,6 +51,13 @@ class ChatTemplate:
 
         return cls(AutoTokenizer.from_pretrained(str(folder)), settings)
 
+    def added_ids(self) -> list[int]:
+        """Ids of the tokens that are no merges of others: special ones, those that end turns."""
+        return sorted({*map(int, self._tokenizer.added_tokens_decoder), *self._special_ids()})
+
+    def _special_ids(self) -> list[int]:
+        return [int(token) for token in self._tokenizer.all_special_ids]
+
     def text(self, messages: Sequence[Message], *, for_answer: bool) -> str:
         """The messages as text. for_answer: with what asks the assistant to answer."""
         try:

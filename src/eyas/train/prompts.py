@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import random
 import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -117,3 +118,22 @@ def refuse_overlap(prompts: Sequence[Prompt], evaluation: Sequence[Prompt]) -> N
             f"{len(shared)} of the prompts to train on are in the evaluation file: take them out, "
             f"or the evaluation would measure memory ({quoted})"
         )
+
+
+def select(
+    prompts: Sequence[Prompt], *, seed: int, num_prompts: int | None, num_validation: int
+) -> tuple[list[Prompt], list[Prompt]]:
+    """(prompts to train on, prompts to set aside), drawn at random; copies are dropped first.
+
+    Raises PromptError when nothing would be left to train on.
+    """
+    distinct = {tuple(sorted(normalised_turns([p]))): p for p in reversed(prompts)}
+    drawn = list(distinct.values())[::-1]
+    random.Random(seed).shuffle(drawn)
+    validation, rest = drawn[:num_validation], drawn[num_validation:]
+    if not rest:
+        raise PromptError(
+            f"{len(drawn)} different prompts, of which {num_validation} are set aside, leave none "
+            "to train on: add prompts, or lower --num-validation"
+        )
+    return rest[:num_prompts], validation

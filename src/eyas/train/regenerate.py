@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,50 +25,10 @@ from eyas.train.batching import Answer, Job, JobEngine, is_looping, run_jobs
 from eyas.train.dataset import SHARD_SUFFIX, DatasetError, Row, write_shard
 from eyas.train.masks import ChatTemplate, RowBuilder
 from eyas.train.prompts import Prompt
+from eyas.train.stage_settings import RegenerateSettings
 from eyas.types import EyasError, SamplingParams
 
 REPORT_FILE = "report.json"
-_TEMPERATURE_STEP = 20  # temperatures are multiples of 1/20, for a readable report
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RegenerateSettings:
-    """How answers are made. Raises EyasError on values out of range.
-
-    max_prompt_tokens: longer prompts are left out, earlier turns counted in. max_new_tokens: of one
-    answer. greedy_share: of the conversations; the others have a temperature between
-    min_temperature and max_temperature. shard_size: prompts a shard.
-    """
-
-    max_prompt_tokens: int = 512
-    max_new_tokens: int = 384
-    greedy_share: float = 0.3
-    min_temperature: float = 0.7
-    max_temperature: float = 1.0
-    seed: int = 0
-    shard_size: int = 1000
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.greedy_share <= 1:
-            raise EyasError(f"greedy_share must be between 0 and 1, not {self.greedy_share}")
-        if not 0 < self.min_temperature <= self.max_temperature:
-            raise EyasError("temperatures must be above 0, the lower one first")
-        if min(self.max_prompt_tokens, self.max_new_tokens, self.shard_size) < 1:
-            raise EyasError("max_prompt_tokens, max_new_tokens and shard_size must be at least 1")
-
-    def params(self, index: int) -> SamplingParams:
-        """How prompt number `index` is answered."""
-        chance = random.Random(f"{self.seed}/{index}")
-        seed = chance.getrandbits(63)
-        if chance.random() < self.greedy_share:
-            temperature = 0.0
-        else:
-            low, high = self.min_temperature, self.max_temperature
-            drawn = chance.uniform(low, high)
-            temperature = min(max(round(drawn * _TEMPERATURE_STEP) / _TEMPERATURE_STEP, low), high)
-        return SamplingParams(
-            max_tokens=self.max_new_tokens, temperature=temperature, seed=seed, speculation=False
-        )
 
 
 class Outcome:

@@ -20,26 +20,10 @@ from eyas.engine.tokenizer import Tokenizer
 from eyas.train.batching import Answer, Job, JobEngine, is_looping, run_jobs
 from eyas.train.masks import ChatTemplate
 from eyas.train.prompts import Prompt, normalised
-from eyas.types import EyasError, SamplingParams
+from eyas.train.stage_settings import SelfPromptSettings
+from eyas.types import SamplingParams
 
 SOURCE = "written-by-target"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SelfPromptSettings:
-    """count: prompts to try; those that do not end, repeat themselves or others, or are shorter
-    than min_characters are dropped. seed: prompt i is drawn with seed + i."""
-
-    count: int
-    max_tokens: int = 256
-    temperature: float = 1.0
-    top_p: float = 0.95
-    min_characters: int = 12
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise EyasError(f"the number of prompts to write must be at least 1, not {self.count}")
 
 
 @dataclasses.dataclass

@@ -110,7 +110,7 @@ def nvfp4(tensors: Tensors) -> Tensors:
 
 
 FORMATS: list[tuple[Callable[[Tensors], Tensors], dict[str, Any]]] = [
-    (fp8, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    (fp8, {"quant_method": "fp8", "activation_scheme": "static"}),
     (int4, {"quant_method": "compressed-tensors", "format": "pack-quantized"}),
     (nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
 ]

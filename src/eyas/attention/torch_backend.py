@@ -65,7 +65,10 @@ class TorchAttention:
 
     def attend(self, layer: int, q_THD: Tensor, *, scale: float | None = None) -> Tensor:
         """[T, H, D] -> [T, H * Dv]."""
-        if scale is not None or self._pool.layout.value_in_key:
+        if self._pool.layout.value_in_key:
+            parts = [self._attend_latent(layer, q_THD, s, scale) for s in self._segments]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if scale is not None:
             return self._attend_by_gathering(layer, q_THD, scale)
         if self._few_rows is None:
             self._few_rows = [
@@ -117,19 +120,39 @@ class TorchAttention:
         else:
             q = q.reshape(num_requests, num_queries, num_kv_heads, -1, q.shape[-1])
             q = q.permute(0, 2, 3, 1, 4).reshape(num_requests, num_kv_heads, -1, q.shape[-1])
-        caches, value_in_key = self._pool.layers[layer], self._pool.layout.value_in_key
-        k, *values = (
+        k, v = (
             cache_RKD.index_select(0, segment.read_T)
             .view(num_requests, num_read, num_kv_heads, -1)
             .transpose(1, 2)
-            for cache_RKD in (caches[:1] if value_in_key else caches)
+            for cache_RKD in self._pool.layers[layer]
         )
-        v = k[..., :value_in_key] if value_in_key else values[0]
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias_B1GQS, scale=scale)
         if num_queries > 1:
             out = out.view(num_requests, num_kv_heads, -1, num_queries, out.shape[-1])
             out = out.permute(0, 3, 1, 2, 4)
         return out.reshape(num_rows, -1)
+
+    def _attend_latent(
+        self, layer: int, q_THD: Tensor, segment: Segment, scale: float | None
+    ) -> Tensor:
+        """Heads that share one key, whose first part is the value: gathered once, expanded without
+        a copy. The whole key stands in for the value, as equal sizes are what the fused kernels
+        take, and what is too much of the result is cut."""
+        num_requests, num_queries, num_read = segment.bias_BQS.shape
+        num_rows, (_, num_heads, size) = num_requests * num_queries, q_THD.shape
+        q = q_THD[segment.start : segment.start + num_rows]
+        if num_queries == 1:  # heads as rows: one product
+            q = q.reshape(num_requests, 1, num_heads, size)
+        else:
+            q = q.reshape(num_requests, num_queries, num_heads, size).transpose(1, 2)
+        k_RKD, _ = self._pool.layers[layer]
+        k = k_RKD.index_select(0, segment.read_T).view(num_requests, 1, num_read, size)
+        k = k.expand(-1, q.shape[1], -1, -1)
+        bias = segment.bias_BQS[:, None]
+        out = F.scaled_dot_product_attention(q, k, k, attn_mask=bias, scale=scale)
+        if num_queries > 1:
+            out = out.transpose(1, 2)
+        return out[..., : self._pool.layout.value_in_key].reshape(num_rows, -1)
 
 
 class TorchBackend:

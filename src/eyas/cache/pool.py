@@ -61,7 +61,8 @@ class KVPool:
     def copy_rows(self, source_T: torch.Tensor, destination_T: torch.Tensor) -> None:
         """Copy rows in all layers (commit: scratch -> pages); int64 row numbers."""
         kernels.copy_kv_rows(self.k_LRKD, source_T, destination_T)
-        kernels.copy_kv_rows(self.v_LRKD, source_T, destination_T)
+        if self.layout.v_head_dim:  # else values are part of the keys
+            kernels.copy_kv_rows(self.v_LRKD, source_T, destination_T)
 
     def poison(self) -> None:
         """Fill everything but the null page with NaN: for tests that nothing unwritten is read."""

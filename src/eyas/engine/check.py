@@ -22,7 +22,7 @@ from eyas.engine.check_behaviour import report_behaviour
 from eyas.engine.check_coverage import report_coverage, report_vocab_maps
 from eyas.engine.check_explain import ExplainedModel, explain
 from eyas.engine.check_lengths import report_lengths
-from eyas.engine.check_plan import describe_draft, describe_plan, report_plan
+from eyas.engine.check_plan import describe_draft, describe_plan, describe_target, report_plan
 from eyas.engine.check_report import CheckReport, Section
 from eyas.engine.check_weights import report_dtype
 from eyas.engine.device import backends, memory_budget, resolve_device, resolve_dtype
@@ -31,6 +31,7 @@ from eyas.models.checkpoint import Checkpoint, CheckpointError, NoWeightsError
 from eyas.models.config import DraftConfig, ModelConfig
 from eyas.models.draft_config import inspect_draft
 from eyas.models.findings import Findings
+from eyas.models.quant_config import plain
 from eyas.models.registry import target_class
 from eyas.models.target_config import read_target_config
 from eyas.models.weight_slots import weight_slots
@@ -128,14 +129,11 @@ class _Check:
 
     def _build_target(self, target: ModelConfig) -> None:
         checkpoint = self.target.checkpoint
+        if checkpoint is not None and checkpoint.is_plain:
+            self.target_config = target = plain(target)  # whatever config.json says
         self.dtype = resolve_dtype(self.config, target, checkpoint)
-        is_plain = report_dtype("target", target, checkpoint, self.dtype, self.findings)
-        bias = ", tied head" if target.tie_word_embeddings else ""
-        self.facts["target"] = (
-            f"{target.architecture}: {target.num_layers} layers, hidden {target.hidden_size}, "
-            f"{target.num_heads}/{target.num_kv_heads} heads of {target.head_dim}, vocabulary "
-            f"{target.vocab_size}{bias}"
-        )
+        is_comparable = report_dtype("target", target, checkpoint, self.dtype, self.findings)
+        self.facts["target"] = describe_target(target)
         try:
             model_class = target_class(target.architecture)
         except EyasError as error:
@@ -144,8 +142,10 @@ class _Check:
         self.target.model = self._build("target", model_class, target, interface=Target)
         if self.target.model is not None:
             self._measure(self.target)
-            if is_plain:
-                report_coverage("target", self.target.model, checkpoint, self.findings)
+            if is_comparable:
+                ignored = report_coverage("target", self.target.model, checkpoint, self.findings)
+                if ignored:
+                    self.facts["not read"] = ignored
 
     def _check_draft(self, folder: str) -> None:
         from eyas.models.eagle3 import Eagle3Draft
@@ -167,13 +167,13 @@ class _Check:
         if draft is None:
             return
         checkpoint = reading.checkpoint
-        is_plain = report_dtype("draft", draft.decoder, checkpoint, self.dtype, self.findings)
+        is_comparable = report_dtype("draft", draft.decoder, checkpoint, self.dtype, self.findings)
         self.facts["draft"] = describe_draft(draft)
         self.facts["boundaries"] = f"{list(draft.boundaries)}: {draft.boundary_rule}"
         self.draft.model = self._build("draft", Eagle3Draft, draft, interface=Draft)
         if self.draft.model is not None:
             self._measure(self.draft)
-            if is_plain:
+            if is_comparable:
                 report_coverage("draft", self.draft.model, checkpoint, self.findings)
 
     def _build(

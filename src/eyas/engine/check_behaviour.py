@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eyas.contract.attention import KVLayout
 from eyas.models.config import DraftConfig, ModelConfig, RopeConfig
 from eyas.models.findings import Findings
 
@@ -28,12 +29,15 @@ _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
 class _NoAttention:
     """Stores nothing and attends to nothing: what attention computes is not looked at here."""
 
+    def __init__(self, layout: KVLayout) -> None:
+        self._value_dim = layout.value_dim
+
     def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Ignore keys and values."""
 
-    def attend(self, layer: int, q_THD: Tensor) -> Tensor:
-        """Zeros [T, H * D]."""
-        return torch.zeros_like(q_THD).flatten(1)
+    def attend(self, layer: int, q_THD: Tensor, *, scale: float | None = None) -> Tensor:
+        """Zeros [T, H * Dv]."""
+        return q_THD.new_zeros(len(q_THD), q_THD.shape[1] * self._value_dim)
 
 
 def report_behaviour(
@@ -66,6 +70,26 @@ def report_behaviour(
 
 
 def _shrink(model: ModelConfig) -> ModelConfig:
+    latent, experts = model.latent, model.experts
+    if latent is not None:
+        latent = dataclasses.replace(
+            latent,
+            q_lora_rank=latent.q_lora_rank and 4,
+            kv_lora_rank=6,
+            nope_head_dim=2,
+            rope_head_dim=4,
+            v_head_dim=4,
+        )
+    if experts is not None:
+        experts = dataclasses.replace(
+            experts,
+            num_experts=4,
+            num_experts_per_token=2,
+            intermediate_size=4,
+            shared_size=4 if experts.shared_size else 0,
+            num_groups=1 if experts.num_groups == experts.topk_groups else 2,
+            topk_groups=1,
+        )
     return dataclasses.replace(
         model,
         hidden_size=16,
@@ -76,6 +100,9 @@ def _shrink(model: ModelConfig) -> ModelConfig:
         vocab_size=VOCAB,
         rope=RopeConfig(),
         max_position_embeddings=NUM_TOKENS,
+        latent=latent,
+        experts=experts,
+        quant=None,
     )
 
 
@@ -95,7 +122,8 @@ def _build(model_class: Any, config: Any, generator: torch.Generator) -> Any:
 def _capture(model: Any, tokens_T: Tensor, boundaries: tuple[int, ...]) -> Tensor | None:
     """Features of the boundaries, lowest first."""
     model.set_eagle3_layers_to_capture(boundaries)
-    features: Tensor | None = model.forward(tokens_T, tokens_T, _NoAttention()).features_TF
+    attention = _NoAttention(model.kv_layout)
+    features: Tensor | None = model.forward(tokens_T, tokens_T, attention).features_TF
     return features
 
 
@@ -180,7 +208,7 @@ def _run_draft(
     )
     model = _build(Eagle3Draft, small, generator)
     model.share_with_target(target)
-    tokens_T, attention = torch.arange(NUM_TOKENS), _NoAttention()
+    tokens_T, attention = torch.arange(NUM_TOKENS), _NoAttention(model.kv_layout)
     hidden_TH = model.combine(features_TF)
     output = model.forward(tokens_T, hidden_TH, tokens_T, tokens_T, attention)
     shapes = [list(t.shape) for t in (hidden_TH, output.logits_TV, output.hidden_TH)]

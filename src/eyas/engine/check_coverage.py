@@ -13,6 +13,7 @@ from eyas.models.draft_names import canonical_name
 from eyas.models.findings import Findings
 from eyas.models.loader import Coverage, cover, group_names, weight_slots
 from eyas.models.vocab_map import map_findings
+from eyas.models.weight_slots import stored_names
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
 _HEAD = "lm_head.weight"
@@ -22,24 +23,29 @@ _HINTS = {
     "left-over": "the config.json describes another model, or this one is not fully supported",
     "twice": "keep one copy",
     "wrong-shape": "take the config.json that belongs to these weights",
-    "wrong-dtype": "quantized weights are not supported yet: use the bfloat16 version",
+    "wrong-dtype": "stored in another format than its config.json says: take the files that "
+    "belong together",
 }
 
 
 def report_coverage(
     subject: str, model: nn.Module, checkpoint: Checkpoint | None, findings: Findings
-) -> None:
+) -> str:
     """Report every parameter without a tensor and every tensor without a parameter, wrong shapes
-    and wrong dtypes. Nothing without a checkpoint: that it is absent has been said."""
+    and wrong dtypes. Nothing without a checkpoint: that it is absent has been said.
+
+    Returns what to say of stored tensors that are known and not read.
+    """
     if checkpoint is None:
-        return
+        return ""
     is_draft = subject == "draft"
-    slots = weight_slots(model)
-    coverage = cover(slots, checkpoint.tensors, rename=canonical_name if is_draft else None)
+    slots, names = weight_slots(model), stored_names(model)
+    rename = canonical_name if is_draft else names.rename
+    coverage = cover(slots, checkpoint.tensors, rename=rename, ignore=names.ignored)
     if is_draft:
         _drop_reported(coverage, findings)
     else:
-        _report_layer_count(coverage, set(slots), set(checkpoint.tensors), findings)
+        _report_layer_count(coverage, set(slots), findings)
         _report_head(coverage, findings)
     for kind, line in coverage.lines().items():
         findings.error(subject, f"tensors-{kind}", line, _HINTS[kind])
@@ -51,6 +57,10 @@ def report_coverage(
             f"config.json says that the head is tied, and {names} is stored all the same; their "
             "values are compared when the weights are loaded",
         )
+    return "; ".join(
+        f"{prefix}* ({count} tensors): {names.ignored[prefix]}"
+        for prefix, count in coverage.ignored.items()
+    )
 
 
 def _drop_reported(coverage: Coverage, findings: Findings) -> None:
@@ -72,10 +82,10 @@ def _drop_reported(coverage: Coverage, findings: Findings) -> None:
     ]
 
 
-def _report_layer_count(
-    coverage: Coverage, built: set[str], stored: set[str], findings: Findings
-) -> None:
+def _report_layer_count(coverage: Coverage, built: set[str], findings: Findings) -> None:
     """A config.json of another number of layers, told once instead of tensor by tensor."""
+    shapes = {name for name, *_ in (*coverage.wrong_shape, *coverage.wrong_dtype)}
+    stored = shapes | set(coverage.sources) | set(coverage.left_over) | set(coverage.twice)
     built_layers, stored_layers = _layers(built), _layers(stored)
     is_whole = stored_layers == set(range(len(stored_layers)))
     if not stored_layers or not is_whole or stored_layers == built_layers:
@@ -97,7 +107,7 @@ def _layers(names: set[str]) -> set[int]:
 
 def _report_head(coverage: Coverage, findings: Findings) -> None:
     """An untied head that is not stored, where all else is: the flag is wrong, not the file."""
-    if coverage.missing != [_HEAD]:
+    if len(coverage.missing) != 1 or not f".{coverage.missing[0]}".endswith(f".{_HEAD}"):
         return
     findings.error(
         "target",

@@ -5,8 +5,33 @@ from __future__ import annotations
 from eyas.cache.pool import NUM_RESERVED_PAGES
 from eyas.engine.check_report import format_bytes
 from eyas.engine.memory_plan import MIN_MODEL_LEN, MemoryNeed, MemoryPlan, longest_length
-from eyas.models.config import DraftConfig
+from eyas.models.config import DraftConfig, ModelConfig
 from eyas.models.findings import Findings
+
+
+def describe_target(target: ModelConfig) -> str:
+    """One line on what will be built."""
+    latent, experts, quant = target.latent, target.experts, target.quant
+    heads = f"{target.num_heads}/{target.num_kv_heads} heads of {target.head_dim}"
+    if latent is not None:
+        heads = (
+            f"{target.num_heads} heads of {latent.nope_head_dim}+{latent.rope_head_dim} over a "
+            f"latent of {latent.kv_lora_rank}"
+        )
+    parts = [f"{target.num_layers} layers", f"hidden {target.hidden_size}", heads]
+    if experts is not None:
+        shared = f" and shared ones of {experts.shared_size}" if experts.shared_size else ""
+        parts.append(
+            f"{experts.num_experts_per_token} of {experts.num_experts} experts{shared} in "
+            f"{len(experts.layers)} layers"
+        )
+    parts.append(f"vocabulary {target.vocab_size}")
+    if target.tie_word_embeddings:
+        parts.append("tied head")
+    if quant is not None:
+        names = ", ".join(sorted(quant.parts))
+        parts.append(f"{quant.scheme} (groups of {quant.group_size}): {names}")
+    return f"{target.architecture}: " + ", ".join(parts)
 
 
 def describe_draft(draft: DraftConfig) -> str:

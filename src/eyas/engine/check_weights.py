@@ -41,5 +41,7 @@ def report_dtype(
             "remove quantization_config from its config.json, or take the quantized weights",
         )
         return True
+    if model.quant is not None:
+        return True
     report_quantized(subject, model.quantization, findings)
     return False

@@ -35,8 +35,81 @@ class RopeConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1). Sizes in elements of a head,
+    but for the ranks of the compressed query (None: not compressed) and of the compressed keys and
+    values. interleaved: a rotated pair is (2i, 2i + 1), as DeepSeek stores it, not (i, i + n / 2).
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_head_dim: int
+    rope_head_dim: int
+    v_head_dim: int
+    interleaved: bool = True
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Elements of a query's head."""
+        return self.nope_head_dim + self.rope_head_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """Elements that are cached for a token and layer, for all heads together."""
+        return self.kv_lora_rank + self.rope_head_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts in some of the layers, and how tokens choose among them.
+
+    intermediate_size: of one expert; shared_size: of the shared experts together, 0 without.
+    layers: those that have experts, the others have a plain MLP. num_groups, topk_groups: a token
+    chooses within the best groups of experts; group_score says what a group is worth. has_bias: a
+    bias corrects the scores for the choice, not for the weights. normalizes: weights add up to 1
+    before they are multiplied by `scaling`.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    layers: tuple[int, ...]
+    shared_size: int = 0
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    has_bias: bool = False
+    normalizes: bool = False
+    scaling: float = 1.0
+
+
+QuantizedPart = Literal["attention", "mlp", "shared_experts", "experts"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantConfig:
+    """A quantized storage that is read as it is.
+
+    scheme: "int4", signed 4-bit integers with a scale for every group of `group_size` inputs
+    (compressed-tensors "pack-quantized"); "fp8", e4m3 with a scale for every square of
+    `group_size` outputs and inputs. parts: which linear layers are stored so.
+    """
+
+    scheme: Literal["int4", "fp8"]
+    group_size: int
+    parts: frozenset[QuantizedPart]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer with grouped-query attention (Llama, Qwen2, Qwen3 dense)."""
+    """A decoder-only transformer.
+
+    latent: None for grouped-query attention; with it, head_dim is the rotated part of a head and
+    num_kv_heads is 1. experts: None for a dense model. quant: how quantized weights are read, None
+    for plain ones and for methods that are not supported. num_mtp_layers: multi-token-prediction
+    layers that checkpoints store behind the last layer; they are not run.
+    """
 
     architecture: str
     model_type: str
@@ -61,6 +134,14 @@ class ModelConfig:
     bos_token_id: int | None = None
     quantization: str | None = None  # quant_method, None when plain
     sliding_window: int | None = None  # of the layers that have one, None when none does
+    latent: LatentConfig | None = None
+    experts: ExpertsConfig | None = None
+    quant: QuantConfig | None = None
+    num_mtp_layers: int = 0
+
+    def quant_of(self, part: QuantizedPart) -> QuantConfig | None:
+        """How the linear layers of a part are stored; None for plain weights."""
+        return self.quant if self.quant is not None and part in self.quant.parts else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

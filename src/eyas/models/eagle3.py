@@ -1,4 +1,5 @@
-"""The EAGLE-3 draft: one Llama-type layer whose attention reads [embedding, hidden] (2H wide).
+"""The EAGLE-3 draft: one layer whose attention reads [embedding, hidden] (2H wide), with
+grouped-query (Llama) or latent attention (DeepSeek) and a dense MLP.
 
 Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time
 Test" (2025), section 3; the norm variants are those of EAGLE-3.1, ModelOpt and speculators.
@@ -18,6 +19,7 @@ from eyas.contract.attention import Attention, KVLayout
 from eyas.contract.draft import DraftOutput
 from eyas.contract.target import Target
 from eyas.models.config import DraftConfig
+from eyas.models.latent import LatentAttention, latent_layout
 from eyas.models.layers import GatedMLP, RMSNorm, RotaryEmbedding, SelfAttention
 from eyas.models.linear import Linear
 from eyas.types import EyasError
@@ -34,7 +36,8 @@ class Eagle3Layer(nn.Module):
         size, eps = decoder.hidden_size, decoder.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
         self.hidden_norm = RMSNorm(size, eps, dtype=dtype, device=device)
-        self.self_attn = SelfAttention(decoder, 0, in_features=2 * size, dtype=dtype, device=device)
+        attention = LatentAttention if decoder.latent is not None else SelfAttention
+        self.self_attn = attention(decoder, 0, in_features=2 * size, dtype=dtype, device=device)
         self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
         self.mlp = GatedMLP(decoder, dtype=dtype, device=device)
         self.norm_before_residual = config.norm_before_residual
@@ -152,8 +155,10 @@ class Eagle3Draft(nn.Module):
 
     @property
     def kv_layout(self) -> KVLayout:
-        """One layer of grouped-query keys and values."""
+        """One layer of keys and values."""
         decoder = self.config.decoder
+        if decoder.latent is not None:
+            return latent_layout(1, decoder.latent)
         return KVLayout(1, decoder.num_kv_heads, decoder.head_dim, decoder.head_dim)
 
     @property
@@ -195,8 +200,7 @@ class Eagle3Draft(nn.Module):
         """Store keys and values of the pairs; no attention, MLP or head runs."""
         layer = self._layer
         x, _ = layer.attention_input(self._embed(tokens_T), hidden_TH)
-        _, k_TKD, v_TKD = layer.self_attn.project(x, self.rotary(positions_T))
-        attention.write(0, k_TKD, v_TKD)
+        attention.write(0, *layer.self_attn.keys_values(x, self.rotary(positions_T)))
 
     def forward(
         self,

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from eyas import kernels
 from eyas.config import MAX_TREE_NODES
 from eyas.contract.attention import Attention
-from eyas.models.config import ModelConfig, RopeConfig
-from eyas.models.linear import Linear
+from eyas.models.config import ModelConfig, QuantizedPart, RopeConfig
+from eyas.models.quantization import make_linear
 from eyas.models.rope import rope_frequencies, yarn_attention_factor
 
 
@@ -87,21 +87,28 @@ class SelfAttention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim = config.head_dim
         num_q, num_kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.qkv_proj = Linear(
+        quant = config.quant_of("attention")
+        self.qkv_proj = make_linear(
             in_features,
             {"q_proj": num_q, "k_proj": num_kv, "v_proj": num_kv},
             bias=config.qkv_bias,
+            quant=quant,
             dtype=dtype,
             device=device,
         )
-        self.o_proj = Linear(
-            num_q, config.hidden_size, bias=config.o_bias, dtype=dtype, device=device
+        self.o_proj = make_linear(
+            num_q, config.hidden_size, bias=config.o_bias, quant=quant, dtype=dtype, device=device
         )
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             eps = config.rms_norm_eps
             self.q_norm = RMSNorm(self.head_dim, eps, dtype=dtype, device=device)
             self.k_norm = RMSNorm(self.head_dim, eps, dtype=dtype, device=device)
+
+    def keys_values(self, x_TH: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """What is cached of the rows: k [T, Nk, D], rotated, and v [T, Nk, D]."""
+        _, k, v = self.project(x_TH, rotary)
+        return k, v
 
     def project(self, x_TH: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, Nq, D] and k [T, Nk, D], rotated, and v [T, Nk, D]."""
@@ -130,21 +137,31 @@ class SelfAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)). size: None is the config's intermediate_size."""
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        *,
+        size: int | None = None,
+        part: QuantizedPart = "mlp",
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         super().__init__()
-        size, bias = config.intermediate_size, config.mlp_bias
-        self.gate_up_proj = Linear(
+        size, bias = size or config.intermediate_size, config.mlp_bias
+        quant = config.quant_of(part)
+        self.gate_up_proj = make_linear(
             config.hidden_size,
             {"gate_proj": size, "up_proj": size},
             bias=bias,
+            quant=quant,
             dtype=dtype,
             device=device,
         )
-        self.down_proj = Linear(size, config.hidden_size, bias=bias, dtype=dtype, device=device)
+        self.down_proj = make_linear(
+            size, config.hidden_size, bias=bias, quant=quant, dtype=dtype, device=device
+        )
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""

@@ -27,9 +27,23 @@ class DecoderLayer(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
-        self.self_attn = SelfAttention(config, layer, in_features=size, dtype=dtype, device=device)
+        self.self_attn = self.make_attention(config, layer, dtype=dtype, device=device)
         self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
-        self.mlp = GatedMLP(config, dtype=dtype, device=device)
+        self.mlp = self.make_mlp(config, layer, dtype=dtype, device=device)
+
+    def make_attention(
+        self, config: ModelConfig, layer: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> nn.Module:
+        """The attention of this layer, for families to replace."""
+        return SelfAttention(
+            config, layer, in_features=config.hidden_size, dtype=dtype, device=device
+        )
+
+    def make_mlp(
+        self, config: ModelConfig, layer: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> nn.Module:
+        """The MLP of this layer, for families to replace."""
+        return GatedMLP(config, dtype=dtype, device=device)
 
     def forward(
         self, hidden_TH: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention
@@ -44,7 +58,12 @@ class Decoder(nn.Module):
     """Embedding, blocks and final norm: the checkpoint's `model.*`."""
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        layer_class: type[DecoderLayer],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
     ) -> None:
         super().__init__()
         # from_pretrained: the constructor would fill it with random numbers first.
@@ -52,7 +71,7 @@ class Decoder(nn.Module):
             torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         )
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, dtype=dtype, device=device)
+            layer_class(config, layer, dtype=dtype, device=device)
             for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
@@ -62,8 +81,10 @@ class LlamaForCausalLM(nn.Module):
     """A dense decoder-only target; implements contract.target.Target.
 
     Weights are uninitialised until loaded. max_model_len: longest sequence served
-    (default: the config's max_position_embeddings).
+    (default: the config's max_position_embeddings). layer_class: what a family's layers are.
     """
+
+    layer_class: type[DecoderLayer] = DecoderLayer
 
     def __init__(
         self,
@@ -75,7 +96,7 @@ class LlamaForCausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config, dtype=dtype, device=device)
+        self.model = Decoder(config, self.layer_class, dtype=dtype, device=device)
         tied = config.tie_word_embeddings
         self.lm_head = Linear(
             config.hidden_size, config.vocab_size, dtype=dtype, device="meta" if tied else device

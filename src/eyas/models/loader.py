@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas.models.checkpoint import PLAIN_DTYPES, Checkpoint, TensorInfo
-from eyas.models.weight_slots import WeightSlot, materialize, weight_slots
+from eyas.models.weight_slots import WeightSlot, materialize, stored_names, weight_slots
 from eyas.types import EyasError
 
 __all__ = ["Coverage", "LoadProgress", "WeightSlot", "cover", "load_weights", "weight_slots"]
@@ -23,6 +23,8 @@ __all__ = ["Coverage", "LoadProgress", "WeightSlot", "cover", "load_weights", "w
 # Constants that checkpoints store beside their weights; t2d serves the training of drafts only.
 HARMLESS_BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|t2d)")
 _INTEGERS = {"int64", "int32", "int16", "int8", "uint8"}
+# What the shape of packed weights says already.
+_PACKED, _PACKED_SHAPE = "weight_packed", "weight_shape"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 Rename = Callable[[str], str | None]
@@ -55,7 +57,8 @@ class Coverage:
     sources: stored name -> slot name, for all that fit. missing: slots without a tensor.
     left_over: stored names without a slot. wrong_shape: (stored name, stored, expected).
     wrong_dtype: (stored name, stored, what is expected). twice: stored names for a slot that has
-    one already. tied: (stored head, slot of the embedding), whose values must be equal.
+    one already. tied: (stored head, slot of the embedding), whose values must be equal. ignored:
+    by prefix, how many stored tensors are known and not read.
     """
 
     sources: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -67,6 +70,7 @@ class Coverage:
     wrong_dtype: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
     twice: list[str] = dataclasses.field(default_factory=list)
     tied: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    ignored: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def lines(self) -> dict[str, str]:
         """One line for each way in which the two do not fit, by kind; empty when they do."""
@@ -108,15 +112,22 @@ def cover(
 ) -> Coverage:
     """Match stored tensors with slots, by headers alone.
 
-    rename: stored name -> slot name, None for what has no place (left over). ignore: names, after
-    renaming, that may be stored and are not read; constants (`rotary_emb.inv_freq`, a draft's
-    t2d) always may.
+    rename: stored name -> slot name, None for what has no place (left over). ignore: names or
+    prefixes that end in a dot, after renaming, that may be stored and are not read; constants
+    (`rotary_emb.inv_freq`, a draft's t2d) always may.
     """
+    prefixes = tuple(name for name in ignore if name.endswith("."))
     coverage = Coverage()
     filled: set[str] = set()
     for stored, info in tensors.items():
         name = rename(stored) if rename else stored
         if (name or stored) in ignore or HARMLESS_BUFFERS.fullmatch(stored):
+            continue
+        if (name or stored).startswith(prefixes):
+            prefix = next(p for p in prefixes if (name or stored).startswith(p))
+            coverage.ignored[prefix] = coverage.ignored.get(prefix, 0) + 1
+            continue
+        if name is not None and _is_packed_shape(name, slots):
             continue
         slot = slots.get(name) if name else None
         if name is None or slot is None:
@@ -130,16 +141,28 @@ def cover(
             coverage.twice.append(stored)
             continue
         filled.add(name)
-        allowed = PLAIN_DTYPES if slot.dtype.is_floating_point else _INTEGERS
+        allowed, expected = _allowed_dtypes(slot.dtype)
         if info.shape != slot.shape:
             coverage.wrong_shape.append((stored, info.shape, slot.shape))
         elif info.dtype not in allowed:
-            expected = "floats" if slot.dtype.is_floating_point else "integers"
             coverage.wrong_dtype.append((stored, info.dtype, expected))
         else:
             coverage.sources[stored] = name
     coverage.missing = [name for name in slots if name not in filled]
     return coverage
+
+
+def _is_packed_shape(name: str, slots: Mapping[str, WeightSlot]) -> bool:
+    base, dot, last = name.rpartition(".")
+    return last == _PACKED_SHAPE and f"{base}{dot}{_PACKED}" in slots
+
+
+def _allowed_dtypes(dtype: torch.dtype) -> tuple[Collection[str], str]:
+    """(stored dtypes that may fill a slot, what to call them). Quantized ones are read as is."""
+    if dtype in (torch.int32, torch.float8_e4m3fn):
+        name = str(dtype).removeprefix("torch.")
+        return {name}, name
+    return (PLAIN_DTYPES, "floats") if dtype.is_floating_point else (_INTEGERS, "integers")
 
 
 def load_weights(
@@ -153,7 +176,7 @@ def load_weights(
 ) -> LoadProgress:
     """Fill all parameters and saved buffers of `model` from `checkpoint`; returns the totals.
 
-    rename, ignore: see `cover`. Floats are converted to the parameter's dtype, integer maps (d2t)
+    rename, ignore: see `cover`; without them the model's own `stored_names` hold. Floats are converted to the parameter's dtype, integer maps (d2t)
     to the buffer's int64 and never to a float. Tensors go straight into the parameters, wherever
     those live; parameters on the meta device are made on `device` when their turn comes.
     progress: called after each tensor.
@@ -161,7 +184,8 @@ def load_weights(
     Raises EyasError, before anything is read, that lists all that is missing, left over, of a
     wrong shape or of a wrong dtype; and when a stored head differs from a tied embedding.
     """
-    slots = weight_slots(model)
+    slots, names = weight_slots(model), stored_names(model)
+    rename, ignore = rename or names.rename, ignore or names.ignored
     coverage = cover(slots, checkpoint.tensors, rename=rename, ignore=ignore)
     problems = coverage.lines()
     if problems:
@@ -189,8 +213,7 @@ def load_weights(
 
 @torch.no_grad()
 def _fill(whole: Tensor, slot: WeightSlot, tensor: Tensor) -> None:
-    part = whole if whole.dim() == 0 else whole[slot.start : slot.start + slot.shape[0]]
-    part.copy_(tensor)
+    slot.part_of(whole).copy_(tensor)
 
 
 def _tied_embedding(

@@ -8,9 +8,13 @@ import importlib
 from eyas.types import EyasError
 
 TARGETS = {
+    "DeepseekV2ForCausalLM": "eyas.models.deepseek_v3:DeepseekV3ForCausalLM",
+    "DeepseekV3ForCausalLM": "eyas.models.deepseek_v3:DeepseekV3ForCausalLM",
+    "KimiK25ForConditionalGeneration": "eyas.models.kimi_k25:KimiK25ForConditionalGeneration",
     "LlamaForCausalLM": "eyas.models.llama:LlamaForCausalLM",
     "Qwen2ForCausalLM": "eyas.models.llama:LlamaForCausalLM",
     "Qwen3ForCausalLM": "eyas.models.llama:LlamaForCausalLM",
+    "Qwen3MoeForCausalLM": "eyas.models.qwen3_moe:Qwen3MoeForCausalLM",
 }
 
 

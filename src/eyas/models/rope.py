@@ -71,11 +71,20 @@ def yarn_attention_factor(rope: RopeConfig) -> float:
     """What cos and sin are multiplied by: YaRN's temperature, with DeepSeek's mscale weights."""
     if rope.attention_factor is not None:
         return rope.attention_factor
-
-    def mscale(weight: float) -> float:
-        factor = _factor(rope)
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if rope.mscale and rope.mscale_all_dim:
-        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
-    return mscale(1.0)
+        return _mscale(rope, rope.mscale) / _mscale(rope, rope.mscale_all_dim)
+    return _mscale(rope, 1.0)
+
+
+def latent_softmax_scale(rope: RopeConfig, head_dim: int) -> float:
+    """What latent attention multiplies its scores by: 1 / sqrt(head_dim), and with a scaled
+    rotation the square of DeepSeek's mscale, for the part of a head that is not rotated too."""
+    scale = 1.0 / math.sqrt(head_dim)
+    if rope.kind == "default" or not rope.mscale_all_dim:
+        return scale
+    return scale * _mscale(rope, rope.mscale_all_dim) ** 2
+
+
+def _mscale(rope: RopeConfig, weight: float) -> float:
+    factor = _factor(rope)
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

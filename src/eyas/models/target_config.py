@@ -20,6 +20,8 @@ from eyas.models.config_file import (
     shape_problems,
 )
 from eyas.models.findings import Findings
+from eyas.models.mixture_config import ExpertsKind, read_experts, read_latent
+from eyas.models.quant_config import read_quant
 from eyas.types import EyasError
 
 MAX_LAYERS = 1000  # more is a damaged file, and would take minutes to build
@@ -30,6 +32,9 @@ class Family:
     """What one family fixes, and its defaults for keys that a config.json leaves out.
 
     qkv_bias, o_bias: None where `attention_bias` decides. head_dim: None is hidden / heads.
+    experts: how its mixture of experts is described. is_latent: latent attention. section: the
+    part of config.json that describes the language model, where it is a wrapped one; prefix: what
+    stands before the names of its modules. other_types: further values of model_type.
     """
 
     model_type: str
@@ -43,15 +48,59 @@ class Family:
     has_windows: bool
     eos_token_id: int | None
     bos_token_id: int | None
+    experts: ExpertsKind | None = None
+    is_latent: bool = False
+    section: str | None = None
+    prefix: str = ""
+    other_types: tuple[str, ...] = ()
 
 
+_DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    max_positions=4096,
+    num_kv_heads=None,
+    head_dim=None,
+    qkv_bias=None,
+    o_bias=None,
+    reads_mlp_bias=False,
+    qk_norm=False,
+    has_windows=False,
+    eos_token_id=1,
+    bos_token_id=0,
+    experts="deepseek_v3",
+    is_latent=True,
+    other_types=("kimi_k2",),
+)
 FAMILIES = {
+    "DeepseekV2ForCausalLM": dataclasses.replace(
+        _DEEPSEEK_V3,
+        model_type="deepseek_v2",
+        max_positions=2048,
+        reads_mlp_bias=True,
+        eos_token_id=2,
+        bos_token_id=1,
+        experts="deepseek_v2",
+        other_types=(),
+    ),
+    "DeepseekV3ForCausalLM": _DEEPSEEK_V3,
+    "KimiK25ForConditionalGeneration": dataclasses.replace(
+        _DEEPSEEK_V3,
+        model_type="kimi_k25",
+        section="text_config",
+        prefix="language_model.",
+        other_types=(),
+    ),
     "LlamaForCausalLM": Family("llama", 2048, None, None, None, None, True, False, False, 2, 1),
     "Qwen2ForCausalLM": Family(
         "qwen2", 32768, 32, None, True, False, False, False, True, None, None
     ),
     "Qwen3ForCausalLM": Family("qwen3", 32768, 32, 128, None, None, False, True, True, None, None),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe", 32768, 4, None, None, None, False, True, True, None, None, "qwen3_moe"
+    ),
 }
+# What other code bases call the same architecture.
+_OTHER_NAMES = {"Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration"}
 
 
 def read_target_config(folder: str | Path) -> ModelConfig:
@@ -80,13 +129,18 @@ def read_target_config(folder: str | Path) -> ModelConfig:
     if architecture not in FAMILIES:
         _report_unsupported(architecture, data, findings)
         findings.raise_on_errors()
-    fields = Fields(data, where=str(folder / "config.json"), subject="target")
+    top = fields = Fields(data, where=str(folder / "config.json"), subject="target")
+    section = FAMILIES[architecture].section
+    if section is not None:
+        where = f"{folder / 'config.json'}: {section}"
+        fields = Fields(top.section(section), where=where, subject="target")
     extra = Fields(generation_data, where=str(generation), subject="target")
     config = _read_family(architecture, fields, extra, folder)
+    config = _with_outer(config, fields, top, folder)
     if not fields.missing and not fields.problems:
         fields.problems += shape_problems(config)
-    fields.report(findings)
-    extra.report(findings)
+    for one in dict.fromkeys((top, fields, extra)):
+        one.report(findings)
     findings.raise_on_errors()
     return config
 
@@ -111,8 +165,12 @@ def _architecture(data: dict[str, Any]) -> str:
     """The named architecture; a file without one is told by its model_type, as in transformers."""
     names = data.get("architectures")
     if isinstance(names, list) and names:
-        return str(names[0])
-    by_type = {family.model_type: name for name, family in FAMILIES.items()}
+        return _OTHER_NAMES.get(str(names[0]), str(names[0]))
+    by_type = {
+        model_type: name
+        for name, family in FAMILIES.items()
+        for model_type in (family.model_type, *family.other_types)
+    }
     model_type = str(data.get("model_type"))
     return by_type.get(model_type, model_type)
 
@@ -131,20 +189,26 @@ def _report_unsupported(architecture: str, data: dict[str, Any], findings: Findi
     )
 
 
+def _with_outer(config: ModelConfig, fields: Fields, top: Fields, folder: Path) -> ModelConfig:
+    """What may stand beside a wrapped model's section instead of in it, and how quantized weights
+    are stored, which depends on all the rest."""
+    sections = [fields] if fields is top else [fields, top]
+    methods = [read_quantization(one, folder) for one in sections]
+    method = next(filter(None, methods), None)
+    quant = None
+    if method is not None and not fields.missing and not fields.problems:
+        found = [one.section("quantization_config") for one in sections]
+        section: dict[str, Any] = next(filter(None, found), {})
+        prefix = FAMILIES[config.architecture].prefix
+        quant = read_quant(section, config, prefix=prefix)
+    return dataclasses.replace(
+        config, quantization=method, quant=quant, dtype=config.dtype or read_dtype(top)
+    )
+
+
 def _read_family(architecture: str, fields: Fields, extra: Fields, folder: Path) -> ModelConfig:
     family = FAMILIES[architecture]
-    num_heads = fields.integer("num_attention_heads")
-    hidden_size = fields.integer("hidden_size")
     max_positions = fields.integer("max_position_embeddings", family.max_positions)
-    # Absent is the family's default; null is "as many as heads".
-    num_kv_heads = fields.optional_integer("num_key_value_heads")
-    if "num_key_value_heads" not in fields.data:
-        num_kv_heads = family.num_kv_heads
-    head_dim = fields.optional_integer("head_dim") or family.head_dim
-    if head_dim is None and hidden_size % num_heads:
-        fields.problems.append(
-            f"hidden_size {hidden_size} is no multiple of the {num_heads} heads; add head_dim"
-        )
     attention_bias = fields.flag("attention_bias", False)
     qkv_bias = attention_bias if family.qkv_bias is None else family.qkv_bias
     o_bias = attention_bias if family.o_bias is None else family.o_bias
@@ -155,15 +219,16 @@ def _read_family(architecture: str, fields: Fields, extra: Fields, folder: Path)
     eos = fields.token_ids("eos_token_id")
     if "eos_token_id" not in fields.data and family.eos_token_id is not None:
         eos = (family.eos_token_id,)
+    experts = None
+    if family.experts is not None:
+        experts = read_experts(fields, family.experts, num_layers=num_layers)
     return ModelConfig(
         architecture=architecture,
         model_type=fields.text("model_type", family.model_type),
-        hidden_size=hidden_size,
+        hidden_size=fields.integer("hidden_size"),
         intermediate_size=fields.integer("intermediate_size"),
         num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads or num_heads,
-        head_dim=head_dim or max(hidden_size // num_heads, 1),
+        **_read_heads(family, fields),
         vocab_size=fields.integer("vocab_size"),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=read_rope(fields, max_positions=max_positions),
@@ -176,9 +241,39 @@ def _read_family(architecture: str, fields: Fields, extra: Fields, folder: Path)
         dtype=read_dtype(fields),
         eos_token_ids=tuple(dict.fromkeys(eos + extra.token_ids("eos_token_id"))),
         bos_token_id=_bos(fields, family),
-        quantization=read_quantization(fields, folder),
         sliding_window=_sliding_window(fields, num_layers) if family.has_windows else None,
+        experts=experts,
+        num_mtp_layers=fields.integer("num_nextn_predict_layers", 1, least=0)
+        if family.is_latent
+        else 0,
     )
+
+
+def _read_heads(family: Family, fields: Fields) -> dict[str, Any]:
+    """num_heads, num_kv_heads, head_dim, latent."""
+    num_heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    if family.is_latent:
+        latent = read_latent(fields, always_interleaved=family.experts == "deepseek_v2")
+        return {
+            "num_heads": num_heads,
+            "num_kv_heads": 1,
+            "head_dim": latent.rope_head_dim,
+            "latent": latent,
+        }
+    # Absent is the family's default; null is "as many as heads".
+    num_kv_heads = fields.optional_integer("num_key_value_heads")
+    if "num_key_value_heads" not in fields.data:
+        num_kv_heads = family.num_kv_heads
+    head_dim = fields.optional_integer("head_dim") or family.head_dim
+    if head_dim is None and hidden_size % num_heads:
+        fields.problems.append(
+            f"hidden_size {hidden_size} is no multiple of the {num_heads} heads; add head_dim"
+        )
+    return {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads or num_heads,
+        "head_dim": head_dim or max(hidden_size // num_heads, 1),
+    }
 
 
 def _bos(fields: Fields, family: Family) -> int | None:

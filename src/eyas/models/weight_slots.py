@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ class WeightSlot:
     """One checkpoint tensor's place: rows [start, start + shape[0]) of the tensor at `path`.
 
     path: the parameter or buffer in the module tree. shape, dtype: of this part. aliases: other
-    checkpoint names of the very same parameter (a tied head).
+    checkpoint names of the very same parameter (a tied head). stack: which matrix of a stack the
+    rows are counted in, None where the tensor is no stack.
     """
 
     path: str
@@ -22,14 +23,42 @@ class WeightSlot:
     shape: tuple[int, ...]
     dtype: torch.dtype
     aliases: tuple[str, ...] = ()
+    stack: int | None = None
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """The rows of the tensor at `path` that this slot is."""
+        if self.stack is not None:
+            whole = whole[self.stack]
+        return whole if whole.dim() == 0 else whole[self.start : self.start + self.shape[0]]
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredNames:
+    """How a target's checkpoints name its weights.
+
+    rename: stored name -> name in the module tree. ignored: by prefix of the renamed name, tensors
+    that may be stored and are not read, and why.
+    """
+
+    rename: Callable[[str], str] | None = None
+    ignored: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def stored_names(model: nn.Module) -> StoredNames:
+    """A model's own `stored_names`, where it has them: else stored names are those of the tree."""
+    own = getattr(model, "stored_names", None)
+    return StoredNames() if own is None else own()
 
 
 def weight_slots(model: nn.Module) -> dict[str, WeightSlot]:
     """Every place that loading fills, by checkpoint name.
 
     A module with `parts` (name -> rows, in order) holds several checkpoint modules stacked on
-    dim 0: its own last name component is replaced by each part's. Of a shared parameter, the first
-    name in the tree counts and the others are aliases. Buffers that are saved belong to it too.
+    dim 0: its own last name component is replaced by each part's; `part_rows(tensor)`, where it
+    has that method, gives the rows in one of its tensors. A module with `num_stacked` too holds as
+    many matrices on a dim before that one; the checkpoint names them `{i}.{part}`. Of a shared
+    parameter, the first name in the tree counts and the others are aliases. Buffers that are saved
+    belong to it too.
     """
     slots: dict[str, WeightSlot] = {}
     first_names: dict[int, str] = {}
@@ -42,19 +71,31 @@ def weight_slots(model: nn.Module) -> dict[str, WeightSlot]:
                 slots[first] = dataclasses.replace(slots[first], aliases=aliases)
                 continue
             first_names[id(tensor)] = path
-            parts = getattr(module, "parts", None)
-            if parts is None:
+            if getattr(module, "parts", None) is None:
                 slots[path] = WeightSlot(path, 0, tuple(tensor.shape), tensor.dtype)
-                continue
-            assert sum(parts.values()) == len(tensor), f"{path}: parts {parts} do not add up"
-            parent = prefix.rpartition(".")[0]
-            start = 0
-            for part, num_rows in parts.items():
-                part_name = ".".join(filter(None, (parent, part, name)))
-                shape = (num_rows, *tensor.shape[1:])
-                slots[part_name] = WeightSlot(path, start, shape, tensor.dtype)
-                start += num_rows
+            else:
+                slots.update(_part_slots(prefix, module, name, tensor))
     return slots
+
+
+def _part_slots(
+    prefix: str, module: nn.Module, name: str, tensor: Tensor
+) -> Iterator[tuple[str, WeightSlot]]:
+    path, parent = f"{prefix}.{name}".lstrip("."), prefix.rpartition(".")[0]
+    parts: Mapping[str, int] = module.parts  # type: ignore[assignment]
+    if hasattr(module, "part_rows"):
+        parts = module.part_rows(name)  # type: ignore[operator]
+    num_stacked = getattr(module, "num_stacked", None)
+    shape = tuple(tensor.shape[1:]) if num_stacked is not None else tuple(tensor.shape)
+    assert sum(parts.values()) == shape[0], f"{path}: parts {parts} do not add up"
+    for stack in [None] if num_stacked is None else range(num_stacked):
+        start = 0
+        where = parent if stack is None else f"{parent}.{stack}".lstrip(".")
+        for part, num_rows in parts.items():
+            slot_name = ".".join(filter(None, (where, part, name)))
+            part_shape = (num_rows, *shape[1:])
+            yield slot_name, WeightSlot(path, start, part_shape, tensor.dtype, stack=stack)
+            start += num_rows
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,12 +1,13 @@
 """The thread of the engine: acceptance before output, aborts that free all, one report of death."""
 
 import asyncio
+import dataclasses
 import random
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import pytest
-from fixtures.tiny import make_engine, random_prompts, run, tiny_target, worker_shape
+from fixtures.tiny import assert_idle, make_engine, random_prompts, run, tiny_target, worker_shape
 
 from eyas.engine.async_engine import (
     AsyncEngine,
@@ -15,6 +16,7 @@ from eyas.engine.async_engine import (
     RequestStream,
 )
 from eyas.engine.engine import Engine
+from eyas.speculative.state import SlotSettings
 from eyas.types import EyasError, FinishReason, SamplingParams, StepOutput
 
 T = TypeVar("T")
@@ -157,7 +159,6 @@ def test_an_id_in_use_is_refused_and_the_first_goes_on() -> None:
     with_engine(test)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_death_reaches_every_stream_and_later_requests() -> None:
     engine = make_engine(tiny_target())
     step = engine.step
@@ -199,3 +200,45 @@ def test_the_last_output_carries_the_reason() -> None:
         return [output.finish_reason async for output in stream]
 
     assert with_engine(test)[-1] is FinishReason.LENGTH
+
+
+def test_an_error_in_admission_ends_that_request_alone() -> None:
+    engine = make_engine(tiny_target())
+    enter = engine.worker.admit
+
+    def poisoned(slot: int, settings: SlotSettings, **pages: Any) -> None:
+        if settings.prompt_token_ids[0] == 13:
+            raise OverflowError("too large")
+        enter(slot, settings, **pages)
+
+    engine.worker.admit = poisoned  # type: ignore[method-assign,assignment]
+
+    async def test(engine: AsyncEngine) -> None:
+        streams = [await engine.submit(str(i), [i], GREEDY) for i in (1, 13, 2)]
+        outputs = [[output async for output in stream] for stream in streams]
+        assert [o[-1].finish_reason for o in outputs] == ["length", "error", "length"]
+        assert outputs[1][-1].error == "OverflowError: too large"
+        await idle(engine)
+
+    with_engine(test, engine)
+    assert_idle(engine)
+
+
+def test_a_tokenizer_that_fails_in_a_stop_string_ends_that_request_alone() -> None:
+    engine = make_engine(tiny_target(), run_ahead=1)
+
+    class Broken:
+        def decode(self, token_ids: Sequence[int]) -> str:
+            raise ValueError("no such token")
+
+    engine.tokenizer = Broken()
+
+    async def test(engine: AsyncEngine) -> None:
+        stop = dataclasses.replace(GREEDY, stop=("x",))
+        bad, good = await engine.submit("bad", [1], stop), await engine.submit("good", [1], GREEDY)
+        assert [o async for o in bad][-1].error == "ValueError: no such token"
+        assert len(await tokens_of(good)) == 20
+        await idle(engine)
+
+    with_engine(test, engine)
+    assert_idle(engine)

@@ -22,7 +22,7 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
     return Tokenizer(tokenizer_folder)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_server(tokenizer: Tokenizer) -> Callable[..., Server]:
     """Make a server over a fake engine."""
     return lambda engine, **settings: Server(engine, tokenizer, **settings)

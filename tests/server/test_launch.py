@@ -37,7 +37,7 @@ class Life:
 
     async def health_is(self, status: str) -> httpx.Response:
         """Wait for a phase, from the moment that the port is bound."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while True:
                 response = await self.client.get("/health")
                 if response.json()["status"] == status:
@@ -53,18 +53,18 @@ async def life(load: Loader) -> AsyncIterator[Life]:
     settings = ServerSettings(port=port)
     code = asyncio.ensure_future(run_server(ThreadEngine(load), CARD, settings))
     await asyncio.sleep(0)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
         try:
             yield Life(client, code)
         finally:
             if not code.done():
                 os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.wait_for(code, 15)
+            await asyncio.wait_for(code, 30)
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
     async def body() -> None:
-        await asyncio.wait_for(test(), 30)
+        await asyncio.wait_for(test(), 60)
 
     asyncio.run(body())
 

@@ -258,7 +258,7 @@ def test_attention_of_strided_queries_hidden_rows_and_other_biases() -> None:
 @pytest.mark.usefixtures("library")
 def test_large_attention_is_left_to_torch() -> None:
     cache = (torch.zeros(4, 8, 64), torch.zeros(4, 8, 64))
-    for num_queries, served in ((1, True), (512, False)):
+    for num_queries, served in ((1, True), (1024, False)):
         bias_BQS = torch.zeros(1, num_queries, 2048)
         q_THD = torch.zeros(num_queries, 8, 64)
         read_T = torch.zeros(2048, dtype=torch.int64)

@@ -75,7 +75,7 @@ def plan_attention(
 ) -> native.FewRowsAttention | None:
     """Attention that gathers nothing, or None where the reference is as good or better."""
     width = q_THD.shape[1] * (q_THD.shape[2] + cache[1].shape[2])
-    if bias_BQS.numel() * width > native.MAX_ATTENTION_WORK or not native.accepts(q_THD):
+    if bias_BQS.numel() * width > native.max_attention_work() or not native.accepts(q_THD):
         return None
     if not q_THD.dtype is cache[0].dtype is bias_BQS.dtype:
         return None

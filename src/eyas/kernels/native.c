@@ -386,6 +386,16 @@ INLINE vec dots_16(const float *q, const float *k, int64_t width) {
     return merge_8(a, b);
 }
 
+/* Ask for rows that are wanted soon, all heads of them: rows lie scattered, and waiting for each
+ * would take most of the time. */
+INLINE void expect(const void *cache, const int64_t *rows, int64_t n, int64_t stride, int is_bf16) {
+    const int64_t size = stride * (is_bf16 ? 2 : 4);
+    for (int64_t j = 0; j < n && j < WIDTH; j++) {
+        const char *row = at(cache, rows[j] * stride, is_bf16);
+        for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(row + i, 0, 2);
+    }
+}
+
 /* WIDTH rows of one head as fp32, each padded with zeros; so are rows past the end. */
 INLINE void fetch(
     float *block, const void *cache, const int64_t *rows, int64_t n, int64_t stride, int64_t size,
@@ -480,6 +490,10 @@ INLINE void attend_typed(
             const void *k_head = at(k, head * size, is_bf16);
             for (int64_t s = 0; s < n; s += WIDTH) {
                 const int64_t here = n - s < WIDTH ? n - s : WIDTH;
+                if (head == 0) { /* keys one block ahead; values, needed last, all along */
+                    expect(k, read + s + WIDTH, n - s - WIDTH, p->k_stride, is_bf16);
+                    expect(v, read + s, n - s, p->v_stride, is_bf16);
+                }
                 fetch(block, k_head, read + s, here, p->k_stride, size, is_bf16);
                 for (int64_t row = 0; row < rows; row++) {
                     vec bias = load(added, row / group * reach + s, 0);

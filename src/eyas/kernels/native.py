@@ -22,10 +22,6 @@ from eyas.kernels.native_build import NativeLibrary
 
 # One pass by one thread against several passes by all: measured even at about this many elements.
 MAX_ELEMENTS = 1 << 19
-# B * Q * S * heads * (D + Dv), multiplications: below it one thread beats torch's on two cores,
-# above it the matrix products of a larger batch or a prompt are better off there.
-MAX_ATTENTION_WORK = 1 << 24
-
 _WIDTH = 16  # of a vector in native.c
 _Pointer, _Count, _Real = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_float
 _SIGNATURES = {
@@ -117,6 +113,15 @@ def accepts(x: Tensor) -> bool:
     if x.dtype not in _SUFFIXES or type(x) is not Tensor:
         return False
     return _state == "on" or _load()
+
+
+def max_attention_work() -> int:
+    """B * Q * S * heads * (D + Dv), multiplications, up to which one thread is no slower.
+
+    Measured on two cores, where nothing gathered makes up for the second thread up to about 2^26;
+    with many threads only torch's fixed cost, some 60 microseconds a layer, is to be gained.
+    """
+    return 1 << (26 if torch.get_num_threads() <= 2 else 22)
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor | None:

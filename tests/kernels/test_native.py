@@ -106,7 +106,7 @@ def test_add_rms_norm(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 16, 24, 1536])
 def test_silu_mul(size: int, dtype: torch.dtype) -> None:
-    for num_rows in (1, 5, 70):
+    for num_rows in (1, 5, 20):
         x = 6 * random(num_rows, 2 * size, dtype=dtype)
         x[0, 0] = 60.0
         x[-1, 0] = -60.0

@@ -11,6 +11,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 #define WIDTH 16
@@ -41,6 +44,9 @@ INLINE vec pick(ints mask, vec yes, vec no) {
 INLINE vec widen(half h) { return (vec)(__builtin_convertvector(h, bits) << 16); }
 
 INLINE half narrow(vec x) {
+#ifdef __AVX512BF16__ /* the same but for denormals, which become 0 */
+    return (half)_mm512_cvtneps_pbh((__m512)x);
+#endif
     bits u = (bits)x, nan = (bits)(x != x);
     bits rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     return __builtin_convertvector((rounded & ~nan) | (0x7fc0 & nan), half);

@@ -22,6 +22,8 @@ from eyas.kernels.native_build import NativeLibrary
 
 # One pass by one thread against several passes by all: measured even at about this many elements.
 MAX_ELEMENTS = 1 << 19
+# The exponentials of silu take time of their own, which two threads halve.
+MAX_GATED_ELEMENTS = 1 << 16
 _WIDTH = 16  # of a vector in native.c
 _Pointer, _Count, _Real = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_float
 _SIGNATURES = {
@@ -176,7 +178,7 @@ def add_rms_norm(
 def silu_mul(gate_up_TI: Tensor) -> Tensor | None:
     """As the reference; None for what is left to it."""
     num_elements = gate_up_TI.numel()
-    if num_elements > MAX_ELEMENTS or not num_elements or not gate_up_TI.is_contiguous():
+    if num_elements > MAX_GATED_ELEMENTS or not num_elements or not gate_up_TI.is_contiguous():
         return None
     width, dtype = gate_up_TI.shape[-1], gate_up_TI.dtype
     if width % 2:

@@ -101,7 +101,7 @@ def test_legacy_names_of_fc_norm(tmp_path: Path, target: ModelConfig) -> None:
         ("d2t", "d2t"),
         ("layers.1.mlp.up_proj.weight", None),
         ("midlayer.1.mlp.up_proj.weight", None),
-        ("midlayer.self_attn.q_a_proj.weight", None),
+        ("midlayer.self_attn.q_a_proj.weight", "layers.0.self_attn.q_a_proj.weight"),
         ("verifier_lm_head.weight", None),
         ("fc.weight_scale", None),
     ],

@@ -27,7 +27,6 @@ KINDS: list[tuple[dict[str, Any], str]] = [
     ({"speculators_model_type": "peagle"}, "draft-kind-peagle"),
     ({"architectures": ["PEagleDraftModel"]}, "draft-kind-peagle"),
     ({"speculators_model_type": "dflash"}, "draft-kind"),
-    ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "draft-kind-mla"),
     ({"eagle_config": {"use_aux_hidden_state": False}}, "draft-kind-last-hidden"),
     (
         {"speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "gemma3"}},
@@ -55,10 +54,6 @@ def second_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def mla(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return tensors | {"midlayer.self_attn.kv_a_proj_with_mqa.weight": torch.zeros(2, 2)}
-
-
 def whole_model(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {k: v for k, v in second_layer(tensors).items() if not k.startswith("fc.")}
 
@@ -68,7 +63,6 @@ def whole_model(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     [
         (eagle1, "draft-kind-eagle1", "EAGLE-1 or EAGLE-2"),
         (second_layer, "draft-kind-layers", "2 decoder layers"),
-        (mla, "draft-kind-mla", "latent attention"),
         (lambda t: t | {"mask_hidden": torch.zeros(1)}, "draft-kind-peagle", "P-EAGLE"),
         (whole_model, "draft-kind", "whole model of 2 layers"),
         (lambda t: {"x": torch.zeros(1)}, "draft-kind", "something else"),

@@ -11,14 +11,8 @@ from eyas.models.findings import Findings
 
 def describe_target(target: ModelConfig) -> str:
     """One line on what will be built."""
-    latent, experts, quant = target.latent, target.experts, target.quant
-    heads = f"{target.num_heads}/{target.num_kv_heads} heads of {target.head_dim}"
-    if latent is not None:
-        heads = (
-            f"{target.num_heads} heads of {latent.nope_head_dim}+{latent.rope_head_dim} over a "
-            f"latent of {latent.kv_lora_rank}"
-        )
-    parts = [f"{target.num_layers} layers", f"hidden {target.hidden_size}", heads]
+    experts, quant = target.experts, target.quant
+    parts = [f"{target.num_layers} layers", f"hidden {target.hidden_size}", _heads(target)]
     if experts is not None:
         shared = f" and shared ones of {experts.shared_size}" if experts.shared_size else ""
         parts.append(
@@ -34,6 +28,16 @@ def describe_target(target: ModelConfig) -> str:
     return f"{target.architecture}: " + ", ".join(parts)
 
 
+def _heads(model: ModelConfig) -> str:
+    latent = model.latent
+    if latent is None:
+        return f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
+    return (
+        f"{model.num_heads} heads of {latent.nope_head_dim}+{latent.rope_head_dim} over a latent "
+        f"of {latent.kv_lora_rank}"
+    )
+
+
 def describe_draft(draft: DraftConfig) -> str:
     """One line on what will be built."""
     decoder = draft.decoder
@@ -42,8 +46,7 @@ def describe_draft(draft: DraftConfig) -> str:
     own = "own" if draft.has_embedding else "the target's"
     head = "own" if draft.has_head else "tied" if decoder.tie_word_embeddings else "the target's"
     return (
-        f"{draft.format}: hidden {decoder.hidden_size}, {decoder.num_heads}/"
-        f"{decoder.num_kv_heads} heads of {decoder.head_dim}, vocabulary "
+        f"{draft.format}: hidden {decoder.hidden_size}, {_heads(decoder)}, vocabulary "
         f"{draft.draft_vocab_size}, rope base {decoder.rope.theta:g} ({decoder.rope.kind}), "
         f"embedding {own}, head {head}" + (f", {', '.join(set_flags)}" if set_flags else "")
     )

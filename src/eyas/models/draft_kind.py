@@ -10,7 +10,7 @@ from eyas.models.config import DraftFormat
 from eyas.models.draft_names import plain_name
 from eyas.models.findings import Findings
 
-_USE_EAGLE3 = "use a one-layer EAGLE-3 draft of Llama type"
+_USE_EAGLE3 = "use a one-layer EAGLE-3 draft"
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -33,7 +33,7 @@ def report_refused_kind(
     *,
     has_weights: bool,
 ) -> bool:
-    """Add one finding if this is not a one-layer Llama-type EAGLE-3 draft; whether it did.
+    """Add one finding if this is not a one-layer EAGLE-3 draft; whether it did.
 
     shapes: by stored name, empty when there are no weights to look at.
     """
@@ -56,8 +56,6 @@ def _by_config(config: Mapping[str, Any]) -> tuple[str, str, str] | None:
         )
     if kind not in (None, "eagle3"):
         return "draft-kind", f"this is a speculators draft of the kind {kind!r}", _USE_EAGLE3
-    if "Eagle3Deepseek" in architecture:
-        return _mla(architecture)
     layer = config.get("transformer_layer_config")
     layer_type = layer.get("model_type", "llama") if isinstance(layer, dict) else "llama"
     if kind is not None and layer_type not in ("llama", "qwen3"):
@@ -76,14 +74,6 @@ def _by_config(config: Mapping[str, Any]) -> tuple[str, str, str] | None:
     return None
 
 
-def _mla(where: str) -> tuple[str, str, str]:
-    return (
-        "draft-kind-mla",
-        f"this EAGLE-3 draft has multi-head latent attention ({where}), which is not supported yet",
-        _USE_EAGLE3,
-    )
-
-
 def _by_tensors(plain: Mapping[str, tuple[int, ...]]) -> tuple[str, str, str] | None:
     if "mask_hidden" in plain:
         return (
@@ -91,9 +81,6 @@ def _by_tensors(plain: Mapping[str, tuple[int, ...]]) -> tuple[str, str, str] | 
             "this is a P-EAGLE draft (it has a mask_hidden tensor), which is not supported",
             _USE_EAGLE3,
         )
-    mla = [name for name in plain if re.search(r"\.(q_a_proj|kv_a_proj_with_mqa)\.", name)]
-    if mla:
-        return _mla(mla[0])
     if any(name.startswith("parallel_draft_heads.") for name in plain):
         return "draft-kind", "this draft has parallel (Medusa) heads", _USE_EAGLE3
     num_layers = _num_stored_layers(plain)

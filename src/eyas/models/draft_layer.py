@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from eyas.models.config import ModelConfig
+import dataclasses
+
+from eyas.models.config import LatentConfig, ModelConfig
 from eyas.models.config_file import read_dtype, read_quantization, read_rope
 from eyas.models.draft_flags import read_flag
 from eyas.models.draft_kind import architecture_of
 from eyas.models.draft_source import DraftSource
+from eyas.models.mixture_config import read_latent
 
 ATTENTION, MLP = "layers.0.self_attn", "layers.0.mlp"
 
@@ -27,11 +30,18 @@ def read_decoder(source: DraftSource) -> ModelConfig:
     activation = layer.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         layer.problems.append(f"hidden_act must be silu, not {activation!r}")
+    latent = _latent(source, num_heads)
     qkv_biases = [f"{ATTENTION}.{part}_proj.bias" for part in "qkv"]
+    if latent is not None:
+        qkv_biases = [f"{ATTENTION}.{part}.bias" for part in ("q_a_proj", "kv_a_proj_with_mqa")]
     mlp_biases = [f"{MLP}.{part}_proj.bias" for part in ("gate", "up", "down")]
     hidden_size = layer.integer("hidden_size")
     attention_bias, mlp_bias = layer.flag("attention_bias", False), layer.flag("mlp_bias", False)
     qkv_bias = source.has(*qkv_biases, claimed=attention_bias, key="attention_bias")
+    if latent is not None:
+        num_kv_heads, head_dim = 1, latent.rope_head_dim
+    else:
+        head_dim = _head_dim(source, hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads)
     return ModelConfig(
         architecture=architecture_of(source.top.data),
         model_type=layer.text("model_type", "llama"),
@@ -42,7 +52,7 @@ def read_decoder(source: DraftSource) -> ModelConfig:
         num_layers=1,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(source, hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads),
+        head_dim=head_dim,
         vocab_size=0,
         rms_norm_eps=layer.number("rms_norm_eps", 1e-6),
         rope=read_rope(layer, max_positions=max_positions),
@@ -56,7 +66,47 @@ def read_decoder(source: DraftSource) -> ModelConfig:
         quantization=read_quantization(source.top, source.folder)
         or read_quantization(layer, source.folder),
         sliding_window=_sliding_window(source),
+        latent=latent,
     )
+
+
+def _latent(source: DraftSource, num_heads: int) -> LatentConfig | None:
+    """Sizes of latent attention, None for the Llama type. Told by the tensors; by the name of the
+    architecture where there are none."""
+    kv_a = f"{ATTENTION}.kv_a_proj_with_mqa.weight"
+    is_latent = "Eagle3Deepseek" in architecture_of(source.top.data)
+    if source.has_weights:
+        is_latent = kv_a in source.stored
+    if not is_latent:
+        return None
+    claimed = read_latent(source.layer)
+    if not source.has_weights:
+        return claimed
+
+    def per_head(rows: int | None, less: int, other: int) -> int:
+        fits = rows is not None and rows % num_heads == 0 and rows // num_heads > less
+        return rows // num_heads - less if rows is not None and fits else other
+
+    query = "q_proj" if f"{ATTENTION}.q_proj.weight" in source.stored else "q_b_proj"
+    rank = source.size(f"{ATTENTION}.kv_a_layernorm.weight") or claimed.kv_lora_rank
+    rope = (source.size(kv_a) or 0) - rank
+    rope = rope if rope > 0 and rope % 2 == 0 else claimed.rope_head_dim
+    q_rows = source.size(f"{ATTENTION}.{query}.weight")
+    o_columns = source.size(f"{ATTENTION}.o_proj.weight", 1)
+    latent = dataclasses.replace(
+        claimed,
+        q_lora_rank=source.size(f"{ATTENTION}.q_a_proj.weight"),
+        kv_lora_rank=rank,
+        rope_head_dim=rope,
+        nope_head_dim=per_head(q_rows, rope, claimed.nope_head_dim),
+        v_head_dim=per_head(o_columns, 0, claimed.v_head_dim),
+    )
+    fields = {"nope_head_dim": "qk_nope_head_dim", "rope_head_dim": "qk_rope_head_dim"}
+    for name, value in dataclasses.asdict(latent).items():
+        key, said = fields.get(name, name), getattr(claimed, name)
+        if value != said and key in source.layer:
+            source.contradict(key, said, f"the tensors show {value}")
+    return latent
 
 
 def read_norm_flags(source: DraftSource, *, norm_output: bool | None) -> dict[str, bool]:

@@ -10,6 +10,8 @@ _CANONICAL = re.compile(
     r"|layers\.0\.(input_layernorm|hidden_norm|post_attention_layernorm)\.weight"
     r"|layers\.0\.self_attn\.[qkvo]_proj\.(weight|bias)"
     r"|layers\.0\.self_attn\.[qk]_norm\.weight"
+    r"|layers\.0\.self_attn\.(q_a_proj|kv_a_proj_with_mqa)\.(weight|bias)"
+    r"|layers\.0\.self_attn\.(q_a_layernorm|q_b_proj|kv_a_layernorm|kv_b_proj)\.weight"
     r"|layers\.0\.mlp\.(gate|up|down)_proj\.(weight|bias)"
     r"|(norm|lm_head|embed_tokens)\.weight|d2t|t2d"
 )

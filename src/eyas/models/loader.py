@@ -176,8 +176,9 @@ def load_weights(
 ) -> LoadProgress:
     """Fill all parameters and saved buffers of `model` from `checkpoint`; returns the totals.
 
-    rename, ignore: see `cover`; without them the model's own `stored_names` hold. Floats are converted to the parameter's dtype, integer maps (d2t)
-    to the buffer's int64 and never to a float. Tensors go straight into the parameters, wherever
+    rename, ignore: see `cover`; without them the model's own `stored_names` hold. Floats are
+    converted to the parameter's dtype (quantized ones stay as they are), integer maps (d2t) to the
+    buffer's int64 and never to a float. Tensors go straight into the parameters, wherever
     those live; parameters on the meta device are made on `device` when their turn comes.
     progress: called after each tensor.
 

@@ -253,12 +253,15 @@ def test_the_tree_may_change_between_rounds(w: World, seed: int) -> None:
 
 
 def test_an_option_of_one_request_is_no_other_requests(w: World) -> None:
-    """Each slot is used for a request with every option, then for a greedy one without any."""
-    c, greedy, chosen = cases("mixed"), cases("greedy"), (7, 8, 10, 4)
+    """Each slot is used for a request with a bias, then for ones without and with all options."""
+    c, greedy = cases("mixed"), cases("greedy")
+    forced = SamplingParams(temperature=0, max_tokens=2, logit_bias={9: 100}, min_tokens=2)
     engine = make_engine(w.target, w.draft, worker_shape(TREE, num_slots=2))
-    pairs = [(kind, i) for i in chosen for kind in (c, greedy)]
-    prompts, params = [k.prompts[i] for k, i in pairs], [k.params[i] for k, i in pairs]
-    for answer, (kind, i) in zip(ask(engine, prompts, params), pairs, strict=True):
+    pairs = [(kind, i) for i in (7, 8, 10, 4) for kind in (c, greedy)]
+    prompts = [[1], [2], *(k.prompts[i] for k, i in pairs)]
+    answers = ask(engine, prompts, [forced, forced, *(k.params[i] for k, i in pairs)])
+    assert [a.tokens for a in answers[:2]] == [[9, 9]] * 2
+    for answer, (kind, i) in zip(answers[2:], pairs, strict=True):
         same_answer(answer, kind.plain[i])
 
 

@@ -7,6 +7,7 @@ device, and reports everything at once. No floating-point weight is read and not
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from eyas.models.findings import Findings
 from eyas.models.quant_config import plain
 from eyas.models.registry import target_class
 from eyas.models.target_config import read_target_config
-from eyas.models.weight_slots import weight_slots
+from eyas.models.weight_slots import WeightSlot, weight_slots
 from eyas.types import CheckError, EyasError
 
 __all__ = ["CheckReport", "run_check"]
@@ -58,6 +59,7 @@ class _Side:
 
     checkpoint: Checkpoint | None = None
     model: Any = None
+    slots: dict[str, WeightSlot] = dataclasses.field(default_factory=dict)
     weight_bytes: int = 0
 
 
@@ -143,7 +145,9 @@ class _Check:
         if self.target.model is not None:
             self._measure(self.target)
             if is_comparable:
-                ignored = report_coverage("target", self.target.model, checkpoint, self.findings)
+                ignored = report_coverage(
+                    "target", self.target.model, checkpoint, self.findings, slots=self.target.slots
+                )
                 if ignored:
                     self.facts["not read"] = ignored
 
@@ -174,7 +178,9 @@ class _Check:
         if self.draft.model is not None:
             self._measure(self.draft)
             if is_comparable:
-                report_coverage("draft", self.draft.model, checkpoint, self.findings)
+                report_coverage(
+                    "draft", self.draft.model, checkpoint, self.findings, slots=self.draft.slots
+                )
 
     def _build(
         self, subject: str, model_class: Any, config: Any, *, interface: type
@@ -199,9 +205,9 @@ class _Check:
         return model
 
     def _measure(self, side: _Side) -> None:
-        slots = weight_slots(side.model).values()
+        side.slots = weight_slots(side.model)
         side.weight_bytes = sum(
-            torch.Size(slot.shape).numel() * slot.dtype.itemsize for slot in slots
+            math.prod(slot.shape) * slot.dtype.itemsize for slot in side.slots.values()
         )
 
     def _check_lengths(self) -> None:
@@ -225,7 +231,7 @@ class _Check:
             if self.draft_config is not None:
                 sides.append(("draft", self.draft_config.decoder, self.draft))
         models = [
-            ExplainedModel(role, config, side.model, side.checkpoint)
+            ExplainedModel(role, config, side.model, side.checkpoint, side.slots)
             for role, config, side in sides
         ]
         if not models:

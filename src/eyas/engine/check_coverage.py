@@ -4,6 +4,7 @@ weight files."""
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -11,9 +12,9 @@ from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import ModelConfig
 from eyas.models.draft_names import canonical_name
 from eyas.models.findings import Findings
-from eyas.models.loader import Coverage, cover, group_names, weight_slots
+from eyas.models.loader import Coverage, cover, group_names
 from eyas.models.vocab_map import map_findings
-from eyas.models.weight_slots import stored_names
+from eyas.models.weight_slots import WeightSlot, stored_names
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
 _HEAD = "lm_head.weight"
@@ -29,7 +30,12 @@ _HINTS = {
 
 
 def report_coverage(
-    subject: str, model: nn.Module, checkpoint: Checkpoint | None, findings: Findings
+    subject: str,
+    model: nn.Module,
+    checkpoint: Checkpoint | None,
+    findings: Findings,
+    *,
+    slots: Mapping[str, WeightSlot],
 ) -> str:
     """Report every parameter without a tensor and every tensor without a parameter, wrong shapes
     and wrong dtypes. Nothing without a checkpoint: that it is absent has been said.
@@ -39,9 +45,9 @@ def report_coverage(
     if checkpoint is None:
         return ""
     is_draft = subject == "draft"
-    slots, names = weight_slots(model), stored_names(model)
-    rename = canonical_name if is_draft else names.rename
-    coverage = cover(slots, checkpoint.tensors, rename=rename, ignore=names.ignored)
+    own_names = stored_names(model)
+    rename = canonical_name if is_draft else own_names.rename
+    coverage = cover(slots, checkpoint.tensors, rename=rename, ignore=own_names.ignored)
     if is_draft:
         _drop_reported(coverage, findings)
     else:
@@ -58,8 +64,9 @@ def report_coverage(
             "values are compared when the weights are loaded",
         )
     return "; ".join(
-        f"{prefix}* ({count} tensors): {names.ignored[prefix]}"
-        for prefix, count in coverage.ignored.items()
+        f"{prefix}* ({coverage.ignored[prefix]} tensors): {reason}"
+        for prefix, reason in own_names.ignored.items()
+        if prefix in coverage.ignored
     )
 
 

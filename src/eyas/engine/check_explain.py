@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from eyas.contract.attention import KVLayout
@@ -16,7 +16,7 @@ from eyas.engine.device import backends
 from eyas.engine.memory_plan import MemoryNeed, MemoryPlan
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import DraftConfig, ModelConfig
-from eyas.models.weight_slots import weight_slots
+from eyas.models.weight_slots import WeightSlot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,7 @@ class ExplainedModel:
     config: ModelConfig
     model: nn.Module | None
     checkpoint: Checkpoint | None
+    slots: Mapping[str, WeightSlot]
 
 
 def explain(
@@ -89,11 +90,11 @@ def _weights(models: list[ExplainedModel]) -> Section:
     for side in models:
         if side.model is None:
             continue
-        slots = weight_slots(side.model)
+        slots = side.slots
         row: dict[str, Any] = {
             "model": side.role,
             "tensors": len(slots),
-            "parameters": sum(torch.Size(slot.shape).numel() for slot in slots.values()),
+            "parameters": sum(_num_weights(name, slot) for name, slot in slots.items()),
             "files": 0,
             "stored_bytes": 0,
             "stored_as": "no weight files",
@@ -106,6 +107,13 @@ def _weights(models: list[ExplainedModel]) -> Section:
             }
         rows.append(row)
     return Section("weights", "what will be filled, and what is stored", tuple(rows))
+
+
+def _num_weights(name: str, slot: WeightSlot) -> int:
+    """Numbers that a slot stands for: eight in a packed int32, none in its scales."""
+    if name.endswith(("weight_scale", "weight_scale_inv")):
+        return 0
+    return math.prod(slot.shape) * (8 if name.endswith("weight_packed") else 1)
 
 
 def _dtypes(checkpoint: Checkpoint) -> Iterator[str]:
@@ -126,7 +134,7 @@ def _kv_row(role: str, layout: KVLayout, need: MemoryNeed) -> dict[str, Any]:
         "layers": layout.num_layers,
         "kv_heads": layout.num_kv_heads,
         "key_dim": layout.head_dim,
-        "value_dim": layout.v_head_dim,
+        "value_dim": layout.value_dim,
         "dtype": str(need.dtype).removeprefix("torch."),
         "token_bytes": per_token,
         "page_bytes": per_token * need.page_size,

@@ -15,7 +15,8 @@ import dataclasses
 
 from eyas.config import MAX_TREE_NODES, TreeShape
 from eyas.engine.worker import KV_LEN_STEP
-from eyas.models.config import DraftConfig, ModelConfig
+from eyas.kernels.moe import MAX_GATHERED, block_rows, num_blocks
+from eyas.models.config import DraftConfig, ExpertsConfig, ModelConfig
 
 # Bytes beside a logit itself. Sampling: counts, penalised and tempered scores, noise, and what
 # truncation works on. A draft's proposal: the int64 hashes behind the noise, and scores in fp32.
@@ -94,7 +95,7 @@ class Activations:
 
     def _plan(self, model: ModelConfig, batch: int, queries: int, rows: int) -> int:
         """Row numbers to read, and the mask: once by row, once by row and query head of a group."""
-        groups = model.num_heads // model.num_kv_heads
+        groups = 0 if model.latent is not None else model.num_heads // model.num_kv_heads
         mask = queries * self.dtype_bytes * (1 + groups)
         indices = batch * queries * _INDICES * _INDEX_BYTES
         return batch * rows * (_INDEX_BYTES + mask) + indices
@@ -116,14 +117,37 @@ class Activations:
     def _layer(
         self, model: ModelConfig, num_rows: int, *, gathered: int, extra_width: int = 0
     ) -> int:
-        """Attention with its gathered keys and values, or the MLP."""
-        hidden, head_dim = model.hidden_size, model.head_dim
+        """Attention with its gathered keys and values, the MLP, or the experts."""
+        hidden, head_dim, latent = model.hidden_size, model.head_dim, model.latent
         heads = (5 * model.num_heads + 3 * model.num_kv_heads) * head_dim
+        read = 2 * model.num_kv_heads * head_dim
+        if latent is not None:
+            # Queries as projected, absorbed, joined and laid out; the output whole and cut.
+            head = latent.qk_head_dim + 3 * latent.cached_dim + 2 * latent.kv_lora_rank
+            heads, read = model.num_heads * head + 3 * latent.cached_dim, latent.cached_dim
         attention = num_rows * (2 * hidden + extra_width + heads)
-        attention += gathered * 2 * model.num_kv_heads * head_dim
+        attention += gathered * read
         sums = num_rows * model.num_heads * _FP32_BYTES  # log-sum-exp of each row and head
         mlp = num_rows * (3 * hidden + 4 * model.intermediate_size)
-        return max(attention * self.dtype_bytes + sums, mlp * self.dtype_bytes)
+        peaks = [attention * self.dtype_bytes + sums, mlp * self.dtype_bytes]
+        if model.experts is not None:
+            peaks.append(self._mixture(model, model.experts, num_rows))
+        return max(peaks)
+
+    def _mixture(self, model: ModelConfig, experts: ExpertsConfig, num_rows: int) -> int:
+        """Rows laid out by expert at one of the two products, with the matrices that are expanded
+        for it, or the weighted sum of what came out."""
+        hidden, size = model.hidden_size, experts.intermediate_size
+        chosen = num_rows * experts.num_experts_per_token
+        block = block_rows(chosen, experts.num_experts)
+        places = num_blocks(chosen, experts.num_experts) * block
+        product = places * max(hidden + 4 * size, 3 * size + 2 * hidden) * self.dtype_bytes
+        summed = (places + chosen) * hidden * self.dtype_bytes + chosen * hidden * _FP32_BYTES
+        # The integers or fp32 numbers on the way, and their product with the scales.
+        wide = 0 if model.quant_of("experts") is None else 2 * _FP32_BYTES + self.dtype_bytes
+        matrices = min(max(MAX_GATHERED, 2 * size * hidden), places // block * 2 * size * hidden)
+        expanded = matrices * (self.dtype_bytes + wide)
+        return max(product + expanded, summed) + 3 * num_rows * hidden * self.dtype_bytes
 
     def _draft_step(self, batch: int, queries: int, rows: int) -> int:
         """A forward of the draft and its choice of candidates."""

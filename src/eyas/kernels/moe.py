@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 MAX_BLOCK_ROWS = 64
-_MAX_GATHERED = 1 << 25  # elements of weights that are expanded at once
+MAX_GATHERED = 1 << 25  # elements of weights that are expanded at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +35,16 @@ def block_rows(num_rows: int, num_experts: int) -> int:
     return min(1 << (mean.bit_length() - 1), MAX_BLOCK_ROWS)
 
 
+def num_blocks(num_rows: int, num_experts: int) -> int:
+    """Blocks at most: each expert that has rows wastes at most a block but one row."""
+    size = block_rows(num_rows, num_experts)
+    return (num_rows + min(num_experts, num_rows) * (size - 1)) // size
+
+
 def group_rows(expert_R: Tensor, *, num_experts: int) -> RowGroups:
     """Sort rows by their expert (int64 [R], 0 .. num_experts - 1)."""
     num_rows, device = len(expert_R), expert_R.device
     size = block_rows(num_rows, num_experts)
-    # Each expert that has rows wastes at most a block but one row.
-    num_blocks = (num_rows + min(num_experts, num_rows) * (size - 1)) // size
     sorted_R, order_R = expert_R.sort(stable=True)
     ones_R = torch.ones_like(expert_R)
     count_E = expert_R.new_zeros(num_experts).index_add_(0, expert_R, ones_R)
@@ -50,10 +54,11 @@ def group_rows(expert_R: Tensor, *, num_experts: int) -> RowGroups:
     shift_E = (padded_end_E - padded_E) - (count_E.cumsum(0) - count_E)
     place_sorted_R = torch.arange(num_rows, device=device) + shift_E[sorted_R]
     place_R = torch.empty_like(place_sorted_R).index_copy_(0, order_R, place_sorted_R)
-    source = expert_R.new_zeros(num_blocks * size).index_copy_(0, place_sorted_R, order_R)
-    first_B = torch.arange(num_blocks, device=device) * size
+    most = num_blocks(num_rows, num_experts)
+    source = expert_R.new_zeros(most * size).index_copy_(0, place_sorted_R, order_R)
+    first_B = torch.arange(most, device=device) * size
     expert_B = torch.searchsorted(padded_end_E, first_B, right=True).clamp_(max=num_experts - 1)
-    return RowGroups(expert_B, source.view(num_blocks, size), place_R)
+    return RowGroups(expert_B, source.view(most, size), place_R)
 
 
 def grouped_linear(
@@ -64,7 +69,7 @@ def grouped_linear(
     weights: expert numbers [N] -> matrices [N, O, I] of matrix_size elements each; asked for a few
     blocks at a time, as each is a copy (and quantized ones are expanded).
     """
-    step = max(_MAX_GATHERED // matrix_size, 1)
+    step = max(MAX_GATHERED // matrix_size, 1)
     parts = [
         torch.bmm(x_NMI, weights(expert_N).transpose(1, 2))
         for x_NMI, expert_N in zip(

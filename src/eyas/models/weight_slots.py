@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 
-@dataclasses.dataclass(frozen=True)
-class WeightSlot:
+class WeightSlot(NamedTuple):  # of which experts make a hundred thousand
     """One checkpoint tensor's place: rows [start, start + shape[0]) of the tensor at `path`.
 
     path: the parameter or buffer in the module tree. shape, dtype: of this part. aliases: other
@@ -68,7 +69,7 @@ def weight_slots(model: nn.Module) -> dict[str, WeightSlot]:
             if id(tensor) in first_names:
                 first = first_names[id(tensor)]
                 aliases = (*slots[first].aliases, path)
-                slots[first] = dataclasses.replace(slots[first], aliases=aliases)
+                slots[first] = slots[first]._replace(aliases=aliases)
                 continue
             first_names[id(tensor)] = path
             if getattr(module, "parts", None) is None:
@@ -88,14 +89,20 @@ def _part_slots(
     num_stacked = getattr(module, "num_stacked", None)
     shape = tuple(tensor.shape[1:]) if num_stacked is not None else tuple(tensor.shape)
     assert sum(parts.values()) == shape[0], f"{path}: parts {parts} do not add up"
-    for stack in [None] if num_stacked is None else range(num_stacked):
-        start = 0
-        where = parent if stack is None else f"{parent}.{stack}".lstrip(".")
-        for part, num_rows in parts.items():
-            slot_name = ".".join(filter(None, (where, part, name)))
-            part_shape = (num_rows, *shape[1:])
-            yield slot_name, WeightSlot(path, start, part_shape, tensor.dtype, stack=stack)
-            start += num_rows
+    before, dtype = f"{parent}." if parent else "", tensor.dtype
+    starts = itertools.accumulate(parts.values(), initial=0)
+    rows = [
+        (f"{part}.{name}", start, (num_rows, *shape[1:]))
+        for (part, num_rows), start in zip(parts.items(), starts, strict=False)
+    ]
+    if num_stacked is None:
+        for last, start, part_shape in rows:
+            yield before + last, WeightSlot(path, start, part_shape, dtype)
+        return
+    for stack in range(num_stacked):
+        for last, start, part_shape in rows:
+            slot = WeightSlot(path, start, part_shape, dtype, stack=stack)
+            yield f"{before}{stack}.{last}", slot
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -2,62 +2,15 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from fixtures.asgi import Connection
 from fixtures.fake_engine import HANG, FakeEngine, says
 from fixtures.http_server import Server
 
 MakeServer = Callable[..., Server]
-
-
-class Connection:
-    """One POST to the application; `leave` closes it from the client's side."""
-
-    def __init__(self, server: Server, path: str, *parts: bytes, length: int | None = None) -> None:
-        headers = [] if length is None else [(b"content-length", str(length).encode())]
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": "POST",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "headers": headers,
-        }
-        self.sent: list[dict[str, Any]] = []
-        self.num_parts_read = 0
-        self._parts = self._messages(parts)
-        self._gone = asyncio.Event()
-        self.task = asyncio.ensure_future(server.app(scope, self._receive, self._send))
-
-    def _messages(self, parts: tuple[bytes, ...]) -> Iterator[dict[str, Any]]:
-        for i, part in enumerate(parts):
-            self.num_parts_read += 1
-            more = i + 1 < len(parts)
-            yield {"type": "http.request", "body": part, "more_body": more}
-
-    async def _receive(self) -> dict[str, Any]:
-        for message in self._parts:
-            return message
-        await self._gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: Any) -> None:
-        self.sent.append(message)
-
-    def leave(self) -> None:
-        self._gone.set()
-
-    @property
-    def status(self) -> int:
-        return int(self.sent[0]["status"])
-
-    @property
-    def text(self) -> str:
-        return b"".join(message.get("body", b"") for message in self.sent).decode()
 
 
 def body(**fields: Any) -> bytes:

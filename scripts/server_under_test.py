@@ -1,0 +1,59 @@
+"""A server process of its own for the measurements in this folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def running_server(model: Path, *flags: str, quiet: bool = True) -> Iterator[tuple[str, int]]:
+    """(URL, process id) of a ready server on a free port of this host."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "eyas", "serve", str(model), "--port", str(port)]
+    command += ["--served-model-name", "random", *flags]
+    output = subprocess.DEVNULL if quiet else None
+    process = subprocess.Popen(command, stderr=output, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        while not _is_ready(url):
+            if process.poll() is not None:
+                raise SystemExit(f"the server ended with exit code {process.returncode}")
+            time.sleep(0.1)
+        yield url, process.pid
+        process.send_signal(signal.SIGTERM)
+        if (code := process.wait(60)) != 0:
+            raise SystemExit(f"the server ended with exit code {code}")
+    finally:
+        process.kill()
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/ready", timeout=10):
+            return True
+    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return False
+
+
+def resident_mib(pid: int) -> float:
+    """Resident memory of a process and its children."""
+    pids, total = [pid], 0.0
+    for one in pids:
+        folder = Path(f"/proc/{one}")
+        with contextlib.suppress(OSError):
+            for thread in (folder / "task").iterdir():
+                pids += map(int, (thread / "children").read_text().split())
+            total += int((folder / "statm").read_text().split()[1]) * 4096 / 2**20
+    return total

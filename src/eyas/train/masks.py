@@ -104,13 +104,15 @@ class ChatTemplate:
         whole = self.text(messages[: index + 1], for_answer=False)
         mark = {"role": "assistant", "content": _MARK}
         _, ending = _around_mark(self.text([*before, mark], for_answer=False))
-        if not whole.startswith(prompt) or not whole.endswith(ending):
+        answer = self._after_prompt(prompt, whole, before)
+        if answer is None or not answer.endswith(ending):
             raise DatasetError(
                 f"message {index} is not rendered as the target would write it after "
                 f"{prompt[-40:]!r}: leave the answers out and let the target write them"
             )
         turn_end = self._added.search(ending)
-        kept = whole[: len(whole) - len(ending)] + (ending[: turn_end.end()] if turn_end else "")
+        kept = prompt + answer[: len(answer) - len(ending)]
+        kept += ending[: turn_end.end()] if turn_end else ""
         prompt_ids, ids = self.encode(prompt), self.encode(kept)
         if ids[: len(prompt_ids)] == prompt_ids:
             return prompt_ids, ids[len(prompt_ids) :]
@@ -119,6 +121,18 @@ class ChatTemplate:
         if self.decode(prompt_ids + answer_ids) != self.decode(ids):
             raise DatasetError(f"message {index} cannot be cut off its prompt without other tokens")
         return prompt_ids, answer_ids
+
+    def _after_prompt(self, prompt: str, whole: str, before: Sequence[Message]) -> str | None:
+        """What a conversation's text has after the prompt for its last answer; None if that cannot
+        be told."""
+        if whole.startswith(prompt):
+            return whole[len(prompt) :]
+        # An answer can change how the turns before it are rendered (their thoughts go). Then it
+        # comes after the last place of what asks for an answer.
+        asking = prompt.removeprefix(self.text(before, for_answer=False))
+        if not asking or asking == prompt or whole.count(asking) != prompt.count(asking):
+            return None
+        return whole.rpartition(asking)[2]
 
     def num_untrained(self, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> int:
         """How many tokens an answer begins with that are empty think tags.

@@ -1,0 +1,55 @@
+"""Fuzz a server of a random model from its own OpenAPI document; any 5xx fails (exit code 1).
+
+Needs schemathesis (`pip install schemathesis`).
+
+    python scripts/fuzz_server.py [--seconds 300]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+from random_model import write_random_model
+from server_under_test import running_server
+
+
+def main() -> int:
+    """Run round after round of requests, each with another seed, until the time is over."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=300)
+    arguments = parser.parse_args()
+    command = shutil.which("schemathesis")
+    if command is None:
+        raise SystemExit("schemathesis is not installed: pip install schemathesis")
+    deadline = time.monotonic() + arguments.seconds
+    num_rounds = 0
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_random_model(Path(folder))
+        with running_server(model, "--max-model-len=128", "--max-batch-size=8") as (url, _):
+            while (left := deadline - time.monotonic()) > 5:
+                flags = ["--checks=not_a_server_error", "--max-examples=100", "--workers=4"]
+                flags += ["--phases=examples,coverage,fuzzing", f"--seed={num_rounds}"]
+                flags += [f"--max-time={int(left)}", "--request-timeout=60"]
+                done = subprocess.run(
+                    [command, "run", f"{url}/openapi.json", *flags],
+                    env=os.environ | {"NO_COLOR": "1"},
+                    cwd=folder,
+                )
+                if done.returncode:
+                    return 1
+                num_rounds += 1
+            with urllib.request.urlopen(f"{url}/health", timeout=30) as response:
+                print(f"{num_rounds} rounds without a 5xx; health: {json.load(response)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

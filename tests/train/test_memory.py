@@ -60,7 +60,7 @@ def test_large_vocabulary() -> None:
 
 
 def test_linear_in_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Doubling one conversation doubles what a step needs; scores of 4k x 4k would be 268 MB a pass."""
+    """Twice the length needs twice the memory; scores of 4k x 4k would be 268 MB a pass."""
     monkeypatch.setitem(CHUNK_BYTES, "cpu", MIB)  # the constant part, made small
     peaks = [step_peak(n, vocab_size=64, draft_vocab_size=32) for n in (1024, 2048, 4096)]
     growth = [b - a for a, b in zip(peaks, peaks[1:], strict=False)]

@@ -218,4 +218,5 @@ class Plain(_ByDocument):
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
+    """What sums are made in: fp32, or fp64 for fp64."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

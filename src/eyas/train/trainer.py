@@ -217,10 +217,10 @@ def train(
     kept_ids: int64, ascending target ids of the draft's vocabulary. out_dir gets log.jsonl and
     checkpoints/step-NNNNNN, each a draft that serves (SpecForge's layout, `export_dtype`); the
     newest one also holds the training state. When out_dir has one of the same run, training goes
-    on after it exactly; of another run, EyasError. stop_at: end after this step, to go on later.
-    progress: called with each log line (by the first process only, as files are written).
-    Several processes (torch.distributed) split each step's batches and give the same result as
-    one.
+    on after it exactly (up to the order of sums in a GPU's attention); of another run, EyasError.
+    stop_at: end after this step, to go on later. progress: called with each log line (by the first
+    process only, as files are written). Several processes (torch.distributed) split each step's
+    batches and give the same result as one.
     """
     processes = Processes.current()
     trainer, identity = _prepare(

@@ -170,10 +170,10 @@ def test_every_norm_flag_changes_the_output(flag: str) -> None:
         assert torch.equal(steps[0][0].logits_TV, steps[0][1].logits_TV)
 
 
-def test_fc_runs_once_for_the_base_pairs_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fc_runs_once_for_the_base_pairs_only() -> None:
     """Also where the features are as wide as the hidden state: no guess by width (trap 6)."""
     config = draft_config(decoder(hidden_size=64), boundaries=(1, 3), has_embedding=True)
-    case, calls = make_case(config), []
+    case, calls = make_case(config), list[int]()
     case.draft.fc.register_forward_hook(lambda module, args, out: calls.append(len(out)))
     fast_steps(case)
     assert calls == [NUM_PAIRS]

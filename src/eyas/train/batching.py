@@ -66,12 +66,16 @@ def run_jobs(
     source, ids = iter(jobs), itertools.count()
     live: dict[str, tuple[Job, list[int]]] = {}
 
+    def start(job: Job) -> None:
+        request_id = f"job-{next(ids)}"
+        engine.add(request_id, job.prompt_ids, job.params)
+        live[request_id] = job, []
+
     def fill(following: Iterable[Job] = ()) -> None:
-        room = itertools.islice(source, max(0, window - len(live)))
-        for job in itertools.chain(following, room):
-            request_id = f"job-{next(ids)}"
-            engine.add(request_id, job.prompt_ids, job.params)
-            live[request_id] = job, []
+        for job in following:
+            start(job)
+        while len(live) < window and (more := next(source, None)) is not None:
+            start(more)
 
     try:
         fill()

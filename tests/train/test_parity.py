@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.mixtures import tiny_mixture
 from fixtures.slow_draft import SlowDraft
-from fixtures.tiny import random_prompts
+from fixtures.tiny import full_forward, random_prompts
 from fixtures.training import (
     engine_logits,
     greedy_text,
     random_talks,
     served,
+    settings,
     shake,
     talk,
     target_in,
@@ -24,12 +26,16 @@ from torch import Tensor
 from eyas.attention.torch_backend import TorchBackend
 from eyas.cache.pool import NUM_RESERVED_PAGES, KVPool
 from eyas.models.checkpoint import Checkpoint
+from eyas.models.config import ModelConfig
 from eyas.models.eagle3 import Eagle3Draft
 from eyas.models.llama import LlamaForCausalLM
 from eyas.models.loader import load_weights
 from eyas.models.target_config import read_target_config
+from eyas.train.capture import capture
 from eyas.train.draft import build_draft, design_draft
 from eyas.train.export import draft_tensors
+from eyas.train.packing import Corpus, make_batch
+from eyas.train.trainer import Trainer
 
 DEPTH = 7
 FLAGS: dict[str, dict[str, Any]] = {
@@ -144,3 +150,40 @@ def reference_features(
         output = target.forward(torch.tensor(tokens), torch.arange(len(tokens)), plan)
     assert output.features_TF is not None
     return output.features_TF
+
+
+@pytest.mark.parametrize("name", ["deepseek", "kimi", "qwen"])
+def test_capture_of_other_families(name: str) -> None:
+    """Latent attention, experts, a wrapper: packed capture is what serving captures, and a draft of
+    plain layout can be trained on it."""
+    target = tiny_mixture(name)
+    talks = random_talks(3)
+    corpus = Corpus.read(talks, max_length=100)
+    batch = make_batch(corpus, range(3), num_steps=2, device="cpu")
+    captured = capture(target, batch, (1, 3))
+    assert captured.features_TF is not None and target.captured_boundaries == ()
+    start = 0
+    for one in talks:
+        alone, _ = full_forward(target, one.input_ids, (1, 3))
+        assert alone.features_TF is not None
+        rows = slice(start, start := start + len(one.input_ids))
+        pairs = (
+            (captured.features_TF[rows], alone.features_TF.clone()),
+            (captured.hidden_TH[rows], alone.hidden_TH.clone()),
+        )
+        for ours, theirs in pairs:
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    config = design_draft(read_config(target), 32)
+    draft = build_draft(target, config, torch.arange(32), seed=0)
+    trainer = Trainer(target, draft, corpus, settings=settings(num_steps=1))
+    before = trainer.master.flat.clone()
+    trainer.run_step(1, [[0, 1, 2]])
+    assert trainer.master.flat.isfinite().all() and not trainer.master.flat.equal(before)
+
+
+def read_config(target: Any) -> ModelConfig:
+    """A target's configuration, inside its wrapper."""
+    inner = getattr(target, "inner_model_attribute", None)
+    config = getattr(target, inner).config if inner else target.config
+    assert isinstance(config, ModelConfig)
+    return config

@@ -8,7 +8,6 @@ Shape suffixes: T rows, H hidden, V draft vocabulary, F features.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from eyas.contract.target import Target
 from eyas.models.boundaries import default_boundaries
-from eyas.models.config import DraftConfig, ModelConfig
+from eyas.models.config import DraftConfig, ModelConfig, RopeConfig
 from eyas.models.eagle3 import Eagle3Draft
 from eyas.models.linear import Linear
 from eyas.train.vocabulary import vocabulary_maps
@@ -30,20 +29,31 @@ HEAD = "lm_head.weight"
 def design_draft(
     target: ModelConfig, draft_vocab_size: int, *, boundaries: tuple[int, ...] | None = None
 ) -> DraftConfig:
-    """One layer of the target's own sizes, reading the usual boundaries; a Llama layer (no biases,
-    no q and k norms) whatever the target is, as every engine can load that."""
-    decoder = dataclasses.replace(
-        target,
+    """One layer of the target's own sizes, reading the usual boundaries; a plain Llama layer (no
+    biases, experts or latent attention) whatever the target is, as every engine can load that."""
+    num_kv_heads, head_dim, rope = target.num_kv_heads, target.head_dim, target.rope
+    if target.latent is not None:
+        # Such a head has no size of its own; that of published drafts for these targets.
+        num_kv_heads = target.num_heads
+        head_dim = max(2, target.hidden_size // target.num_heads // 2 * 2)
+        rope = RopeConfig(theta=rope.theta)
+    decoder = ModelConfig(
         architecture="LlamaForCausalLMEagle3",
         model_type="llama",
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
         num_layers=1,
+        num_heads=target.num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=target.vocab_size,
+        rms_norm_eps=target.rms_norm_eps,
+        rope=rope,
+        max_position_embeddings=target.max_position_embeddings,
         tie_word_embeddings=False,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        quantization=None,
-        sliding_window=None,
+        dtype=target.dtype,
+        eos_token_ids=target.eos_token_ids,
+        bos_token_id=target.bos_token_id,
     )
     return DraftConfig(
         format="specforge",

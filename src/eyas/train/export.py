@@ -108,7 +108,12 @@ def draft_config_json(
     dtype: torch.dtype,
     target_name: str = "",
 ) -> dict[str, Any]:
-    """config.json of a draft."""
+    """config.json of a draft. Raises EyasError for one that the layout cannot describe."""
+    if config.decoder.latent is not None or config.decoder.qk_norm:
+        raise EyasError(
+            "only drafts with a plain Llama layer are trained and exported, not ones with latent "
+            "attention or norms on q and k"
+        )
     ids = layer_ids(config.boundaries, num_target_layers=num_target_layers, format=format)
     layer = _layer_fields(config)
     top: dict[str, Any] = {

@@ -5,85 +5,21 @@ which a value that is asked for does not exist.
 """
 
 import contextlib
-import copy
 import dataclasses
-import types
 from collections.abc import Callable, Iterator
-from enum import Enum
 from typing import Any
 
 import pytest
 import torch
+from fixtures.capture_guard import CaptureError, CaptureGuard, on_meta, trace_of
 from fixtures.tiny import make_engine, random_prompts, run, scripted, worker_shape, wrong_sequence
 from fixtures.world import World, world
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
 from eyas.config import PLAIN, TreeShape
 from eyas.engine.worker import Worker
 from eyas.kernels import SamplingMode, native
 from eyas.types import SamplingParams
-
-# Read a value on the host, make a shape of data, or copy a host value to the device.
-BANNED = {
-    "_local_scalar_dense",  # .item(), bool(), int(), float(), `if tensor`
-    "nonzero",
-    "nonzero_static",
-    "masked_select",
-    "unique_consecutive",
-    "_unique",
-    "_unique2",
-    "unique_dim",
-    "bincount",
-    "lift_fresh",  # torch.tensor of a Python value
-    "is_nonzero",
-    "equal",
-    "allclose",
-    "_assert_async",
-    "histc",
-    "argwhere",
-    "pin_memory",
-    "masked_scatter",
-}
-# By a tensor of counts; by an int it is an expand.
-BANNED_OVERLOADS = {"aten.repeat_interleave.Tensor", "aten.repeat_interleave.self_Tensor"}
-INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
-
-
-class CaptureError(AssertionError):
-    """An operator that a CUDA graph cannot hold."""
-
-
-class CaptureGuard(TorchDispatchMode):
-    """Refuses operators that synchronise or have data-dependent shapes; records all the others
-    as (name, shapes and dtypes of what goes in and comes out, plain arguments)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trace: list[tuple[object, ...]] = []
-
-    def __torch_dispatch__(  # noqa: D105
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        name = func.overloadpacket.__name__
-        leaves = tree_leaves((args, kwargs or {}))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if name in BANNED or str(func) in BANNED_OVERLOADS:
-            raise CaptureError(f"aten.{name} in the round")
-        if name in INDEXING and any(
-            t is not None and t.dtype in (torch.bool, torch.uint8) for t in tree_leaves(args[1])
-        ):
-            raise CaptureError(f"aten.{name} by a boolean mask in the round")
-        if len({t.device for t in tensors if t.dim()}) > 1:
-            raise CaptureError(f"aten.{name} between devices in the round")
-        out = func(*args, **(kwargs or {}))
-        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        plain = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-        shapes = [(tuple(t.shape), t.dtype) for t in (*tensors, *results)]
-        self.trace.append((str(func), repr(plain), tuple(shapes)))
-        return out
-
 
 VIOLATIONS: dict[str, Callable[[Tensor], object]] = {
     "item": lambda x: x.sum().item(),
@@ -177,16 +113,6 @@ def prepared(w: World, tree: TreeShape, *, seed: int, draft: object = None) -> W
     return engine.worker
 
 
-@torch.no_grad()  # composite operators come to the mode in parts, unlike in inference mode
-def trace_of(worker: Worker, tree: TreeShape, mode: SamplingMode) -> list[tuple[object, ...]]:
-    """Two rounds over the three slots and one of padding."""
-    slots_B = torch.tensor([2, 0, 1, worker.state.trash_slot])
-    with CaptureGuard() as guard:
-        for _ in range(2):
-            worker.runner.round(slots_B, tree, max_kv_len=128, mode=mode)
-    return guard.trace
-
-
 @pytest.mark.usefixtures("kernels_in_use")
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("shape", list(SHAPES))
@@ -226,35 +152,6 @@ def test_finished_and_accepting_requests_take_the_same_path(w: World, shape: str
         accepted[name] = (worker.state.length_S - before)[:3].tolist()
     assert accepted == {"right": [2 * (tree.depth + 1)] * 3, "wrong": [2, 2, 2]}
     assert traces["right"] == traces["wrong"]
-
-
-NO_STATE = (type, types.FunctionType, types.MethodType, types.ModuleType, torch.device, Enum)
-
-
-def on_meta(worker: Worker) -> Worker:
-    """A copy of a worker with every tensor of models, pools and state on the meta device."""
-    memo: dict[int, Any] = {}
-
-    def move(value: Any) -> Any:
-        if id(value) not in memo:
-            memo[id(value)] = value
-            if isinstance(value, nn.Parameter):
-                memo[id(value)] = nn.Parameter(value.data.to("meta"), requires_grad=False)
-            elif isinstance(value, Tensor):
-                memo[id(value)] = value.to("meta")
-            elif isinstance(value, list | tuple) and type(value) in (list, tuple):
-                memo[id(value)] = type(value)(move(item) for item in value)
-            elif isinstance(value, dict):
-                memo[id(value)] = {key: move(item) for key, item in value.items()}
-            elif hasattr(value, "__dict__") and not isinstance(value, NO_STATE):
-                moved = memo[id(value)] = copy.copy(value)
-                for key, item in list(vars(value).items()):
-                    moved.__dict__[key] = move(item)
-        return memo[id(value)]
-
-    made: Worker = move(worker)
-    made.state.device = torch.device("meta")
-    return made
 
 
 @pytest.mark.parametrize("mode", list(MODES))

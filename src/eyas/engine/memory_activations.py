@@ -122,8 +122,8 @@ class Activations:
         heads = (5 * model.num_heads + 3 * model.num_kv_heads) * head_dim
         read = 2 * model.num_kv_heads * head_dim
         if latent is not None:
-            # Queries as projected, absorbed, joined and laid out; the output whole and cut.
-            head = latent.qk_head_dim + 3 * latent.cached_dim + 2 * latent.kv_lora_rank
+            # Queries as projected, absorbed and joined; the output whole and cut.
+            head = latent.qk_head_dim + 2 * latent.cached_dim + 2 * latent.kv_lora_rank
             heads, read = model.num_heads * head + 3 * latent.cached_dim, latent.cached_dim
         attention = num_rows * (2 * hidden + extra_width + heads)
         attention += gathered * read
@@ -136,18 +136,23 @@ class Activations:
 
     def _mixture(self, model: ModelConfig, experts: ExpertsConfig, num_rows: int) -> int:
         """Rows laid out by expert at one of the two products, with the matrices that are expanded
-        for it, or the weighted sum of what came out."""
-        hidden, size = model.hidden_size, experts.intermediate_size
+        for it, or in order again, or the weighted sum of what came out."""
+        hidden, size, rows = model.hidden_size, experts.intermediate_size, self.dtype_bytes
         chosen = num_rows * experts.num_experts_per_token
         block = block_rows(chosen, experts.num_experts)
-        places = num_blocks(chosen, experts.num_experts) * block
-        product = places * max(hidden + 4 * size, 3 * size + 2 * hidden) * self.dtype_bytes
-        summed = (places + chosen) * hidden * self.dtype_bytes + chosen * hidden * _FP32_BYTES
-        # The integers or fp32 numbers on the way, and their product with the scales.
-        wide = 0 if model.quant_of("experts") is None else 2 * _FP32_BYTES + self.dtype_bytes
-        matrices = min(max(MAX_GATHERED, 2 * size * hidden), places // block * 2 * size * hidden)
-        expanded = matrices * (self.dtype_bytes + wide)
-        return max(product + expanded, summed) + 3 * num_rows * hidden * self.dtype_bytes
+        blocks = num_blocks(chosen, experts.num_experts)
+        # Integers or fp32 numbers on the way, and their product with the scales.
+        wide = 0 if model.quant_of("experts") is None else 2 * _FP32_BYTES + rows
+        places, peaks = blocks * block, []
+        for width_in, width_out in ((hidden, 2 * size), (size, hidden)):
+            matrix = width_in * width_out
+            num_expanded = min(max(MAX_GATHERED // matrix, 1), blocks)
+            joined = 2 if num_expanded < blocks else 1  # pieces become one tensor
+            held = places * (width_in + joined * width_out) * rows
+            peaks.append(held + num_expanded * matrix * (rows + wide))
+        peaks.append((places + chosen) * hidden * rows)
+        peaks.append(chosen * hidden * (rows + _FP32_BYTES))
+        return max(peaks) + 3 * num_rows * hidden * rows
 
     def _draft_step(self, batch: int, queries: int, rows: int) -> int:
         """A forward of the draft and its choice of candidates."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eyas import kernels
-from eyas.kernels.moe import group_rows, grouped_linear
+from eyas.kernels.moe import RowGroups, group_rows, grouped_linear
 from eyas.models.config import ExpertsConfig, ModelConfig
 from eyas.models.layers import GatedMLP
 from eyas.models.quantization import StoredWeight
@@ -90,14 +90,20 @@ class Experts(nn.Module):
 
     def forward(self, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """The weighted sum of each token's experts [T, H], added up in fp32."""
-        num_chosen = expert_TK.shape[1]
         groups = group_rows(expert_TK.flatten(), num_experts=self.num_experts)
-        x_BMH = x_TH[groups.source_BM // num_chosen]
-        gate_up = self._multiply(x_BMH, groups.expert_B, self.gate_up_proj)
-        inner = kernels.silu_mul(gate_up.flatten(0, 1)).view(*gate_up.shape[:2], -1)
-        out_BMH = self._multiply(inner, groups.expert_B, self.down_proj)
+        # Nothing large has a name here: each is freed as soon as the next is there.
+        out_BMH = self._multiply(
+            self._inner(x_TH, groups, expert_TK.shape[1]), groups.expert_B, self.down_proj
+        )
         out_TKH = out_BMH.flatten(0, 1)[groups.place_R].view(*expert_TK.shape, -1)
+        del out_BMH
         return (out_TKH * weight_TK[..., None]).sum(1).to(x_TH.dtype)
+
+    def _inner(self, x_TH: Tensor, groups: RowGroups, num_chosen: int) -> Tensor:
+        gate_up = self._multiply(
+            x_TH[groups.source_BM // num_chosen], groups.expert_B, self.gate_up_proj
+        )
+        return kernels.silu_mul(gate_up.flatten(0, 1)).view(*gate_up.shape[:2], -1)
 
     def _multiply(self, x_BMI: Tensor, expert_B: Tensor, stack: StoredWeight) -> Tensor:
         size = stack.shape[0] * stack.shape[1]

@@ -98,14 +98,15 @@ class Pipeline:
 
     def regenerate(self) -> None:
         """Stage 1: prompts, and the target's answers to them."""
-        settings = self.task.settings
-        files, evaluation = self.files, read_prompts(self.task.eval_prompts)
+        settings, files = self.task.settings, self.files
         opened: BatchEngine | None = None
+        given = read_prompts(self.task.prompts)
+        evaluation = read_prompts(self.task.eval_prompts)
+        refuse_overlap(given, evaluation)
+        identity = settings.selection(given)
         if not files.prompts.exists():
-            given = read_prompts(self.task.prompts)
-            refuse_overlap(given, evaluation)
             if settings.self_prompts:
-                opened = self._open(settings.self_prompts)
+                opened = self._open(max(settings.self_prompts, len(given)))
                 given += self._write_prompts(opened, evaluation)
             if not given:
                 raise EyasError("there are no prompts: give --prompts FILE, or --self-prompts N")
@@ -116,10 +117,15 @@ class Pipeline:
                 num_validation=settings.num_validation,
             )
             save_prompts(files.validation_prompts, validation)
+            files.write_json(files.selection, identity)
             save_prompts(files.prompts, chosen)
+        elif files.read_json(files.selection, stage="regenerate") != identity:
+            raise EyasError(
+                f"{files.folder} was begun with other prompts or another choice of them: give the "
+                "same ones to go on, or another --out"
+            )
+        self._refuse_evaluated()
         prompts = read_prompts([files.prompts])
-        # Again: the folder may be older than the evaluation file.
-        refuse_overlap(prompts, evaluation)
         work = Regeneration(
             prompts, files.data, settings.regenerate(), target=Path(self.task.target).name
         )
@@ -134,6 +140,11 @@ class Pipeline:
                 **self._counters("answering prompts"),
             )
         self.reporter.say(work.report().line())
+
+    def _refuse_evaluated(self) -> None:
+        """Raises EyasError when what is trained on is in the evaluation file of this call."""
+        self.files.require(self.files.prompts, stage="regenerate")
+        refuse_overlap(read_prompts([self.files.prompts]), read_prompts(self.task.eval_prompts))
 
     def _open(self, num_requests: int) -> BatchEngine:
         settings = self.task.settings
@@ -206,7 +217,8 @@ class Pipeline:
         )
 
     def train(self) -> None:
-        """Stage 3."""
+        """Stage 3: checkpoints, each a draft that serves."""
+        self._refuse_evaluated()
         vocabulary = self.files.read_json(self.files.vocabulary, stage="vocabulary")
         kept_ids = torch.tensor(vocabulary["kept_ids"])
         settings = self.task.settings
@@ -249,6 +261,7 @@ class Pipeline:
         checkpoints = {path.name: path for path in find_checkpoints(self.files.training).values()}
         if not checkpoints:
             raise EyasError(f"{self.files.training} has no checkpoints: run --stage train first")
+        self._refuse_evaluated()
         validation = read_prompts([self.files.validation_prompts])
         lengths = self._validate(checkpoints, validation)
         best = max(lengths, key=lambda name: (lengths[name] > 0, lengths[name]))  # NaN is least

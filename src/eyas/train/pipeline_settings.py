@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
 from typing import Any, Literal
 
+from eyas.train.prompts import Prompt
 from eyas.train.stage_settings import (
     EvaluateSettings,
     Placement,
@@ -61,6 +65,9 @@ class PipelineSettings:
     batch_size: int | None = _setting(
         None, "Requests at once (default: up to 1024 on a GPU, 32 on a CPU, or what fits)."
     )
+    template_settings: str | None = _setting(
+        None, 'Further variables of the chat template, as JSON: {"enable_thinking": false}.'
+    )
     seed: int = _setting(0, "Of everything that is drawn.")
 
     def __post_init__(self) -> None:
@@ -72,8 +79,16 @@ class PipelineSettings:
             raise EyasError(f"batch_size must be at least 1, not {self.batch_size}")
         if len(self.tree) != 3:
             raise EyasError("a tree is three numbers: levels, children a beam, nodes, like 6,8,32")
+        self.template_variables()
         self.regenerate()  # these raise on what they find out of range
         self.evaluate().modes()
+
+    def selection(self, given: Sequence[Prompt]) -> dict[str, Any]:
+        """What the prompts to train on depend on."""
+        text = json.dumps([dataclasses.astuple(prompt) for prompt in given])
+        names = ("seed", "num_prompts", "num_validation", "self_prompts", "template_settings")
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return {"given": digest, **{name: getattr(self, name) for name in names}}
 
     def regenerate(self) -> RegenerateSettings:
         """Those of stage 1."""
@@ -82,7 +97,10 @@ class PipelineSettings:
 
     def write_prompts(self) -> SelfPromptSettings:
         """Those of prompts written by the target."""
-        return SelfPromptSettings(count=self.self_prompts, seed=self.seed)
+        usual = SelfPromptSettings(count=self.self_prompts).max_tokens
+        return SelfPromptSettings(
+            count=self.self_prompts, max_tokens=min(usual, self.max_new_tokens), seed=self.seed
+        )
 
     def evaluate(self) -> EvaluateSettings:
         """Those of stage 4."""
@@ -97,7 +115,22 @@ class PipelineSettings:
 
     def placement(self) -> Placement:
         """Where models run."""
-        return Placement(device=self.device, dtype=self.dtype, batch_size=self.batch_size)
+        return Placement(
+            device=self.device,
+            dtype=self.dtype,
+            batch_size=self.batch_size,
+            template_settings=self.template_variables(),
+        )
+
+    def template_variables(self) -> dict[str, Any]:
+        """template_settings, read."""
+        try:
+            variables = json.loads(self.template_settings or "{}")
+        except ValueError as error:
+            raise EyasError(f"template_settings is not valid JSON: {error}") from None
+        if not isinstance(variables, dict):
+            raise EyasError('template_settings must be an object, like {"enable_thinking": false}')
+        return variables
 
     def vocabulary_size(self, target_vocab_size: int) -> int:
         """How many tokens the draft gets."""

@@ -30,6 +30,7 @@ class Workspace:
         except OSError as error:
             raise EyasError(f"--out {folder} cannot be made: {error}") from error
         self.prompts = folder / "prompts.jsonl.gz"
+        self.selection = folder / "selection.json"
         self.self_prompts = folder / "self_prompts.jsonl.gz"
         self.validation_prompts = folder / "validation.jsonl.gz"
         self.data = folder / "data"

@@ -27,10 +27,19 @@ HEAD = "lm_head.weight"
 
 
 def design_draft(
-    target: ModelConfig, draft_vocab_size: int, *, boundaries: tuple[int, ...] | None = None
+    target: ModelConfig,
+    draft_vocab_size: int,
+    *,
+    boundaries: tuple[int, ...] | None = None,
+    fc_norm: bool = False,
+    norm_output: bool = False,
 ) -> DraftConfig:
     """One layer of the target's own sizes, reading the usual boundaries; a plain Llama layer (no
-    biases, experts or latent attention) whatever the target is, as every engine can load that."""
+    biases, experts or latent attention) whatever the target is, as every engine can load that.
+
+    fc_norm, norm_output: EAGLE-3.1's norms of each captured state and of what is fed back, which
+    keep large residual streams in hand; engines before mid-2026 do not know them.
+    """
     num_kv_heads, head_dim, rope = target.num_kv_heads, target.head_dim, target.rope
     if target.latent is not None:
         # Such a head has no size of its own; that of published drafts for these targets.
@@ -62,6 +71,8 @@ def design_draft(
         draft_vocab_size=draft_vocab_size,
         boundaries=boundaries or choose_boundaries(target.num_layers),
         boundary_rule="chosen for training",
+        fc_norm=fc_norm,
+        norm_output=norm_output,
     )
 
 

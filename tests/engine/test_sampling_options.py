@@ -19,6 +19,7 @@ from fixtures.sampling_world import (
     logits_by_step,
     same_answer,
 )
+from fixtures.slow_sampling import replay
 from fixtures.tiny import VOCAB, make_engine, scripted, worker_shape
 from fixtures.tiny_pair import write_pair
 from fixtures.world import World, world
@@ -139,13 +140,16 @@ def test_min_tokens_up_to_max_tokens(w: World) -> None:
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
 @pytest.mark.parametrize("value", [-2.0, 2.0])
 def test_penalties_count_within_a_block(w: World, penalty: str, value: float, shape: str) -> None:
-    """vllm#18902: ignored on drafted rows. One repeated word as the prompt, and a tie-free text."""
+    """vllm#18902: ignored on drafted rows. One repeated word as the prompt."""
     params = SamplingParams(temperature=0, max_tokens=36, **{penalty: value})
     prompt = [5] * 20
     plain = plainly(w, prompt, params)
     same_answer(perfectly(w, prompt, params, shape), plain)
     engine = make_engine(w.target, w.draft, worker_shape(BLOCKS[shape]))
     same_answer(ask(engine, [prompt], [params])[0], plain)
+    logits = logits_by_step(w, prompt, plain.tokens)
+    choices, lead = replay(logits, params, prompt=prompt, output=plain.tokens)
+    assert choices == plain.tokens and lead > 1e-4
     most = max(plain.tokens.count(token) for token in plain.tokens)
     repeats = sum(a == b for a, b in itertools.pairwise(plain.tokens))
     if value < 0 and penalty == "frequency_penalty":

@@ -189,6 +189,14 @@ def test_a_chat_stream_in_full(make_server: MakeServer, tokenizer: Tokenizer) ->
     assert events[-1]["usage"]["completion_tokens"] == len(tokenizer.encode("a the")) + 1
 
 
+def test_usage_so_far_in_every_chunk(make_server: MakeServer) -> None:
+    server = make_server(FakeEngine(says([0], [1, 2])))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = events_of(server.complete([5, 6], stream=True, stream_options=options))
+    assert [e["usage"]["completion_tokens"] for e in events] == [1, 3, 3, 3]
+    assert [e["usage"]["prompt_tokens"] for e in events] == [2] * 4
+
+
 def test_choices_of_a_stream_keep_apart(make_server: MakeServer, tokenizer: Tokenizer) -> None:
     texts = {1: "😀 one", 2: "two 漢", 3: "3"}
     engine = FakeEngine(lambda _, p: [[t] for t in tokenizer.encode(texts[p.seed or 0])])

@@ -169,9 +169,10 @@ def test_a_line_a_request_without_what_was_asked(
     server.chat("my secret", logprobs=True)
     server.complete("my secret", stream=True)
     server.complete("my secret", top_p="my secret")
+    server.complete(**{"my secret": 1})
     server.get("/v1/a%0Ab")
     server.get("/health")
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert "secret" not in "".join(lines)
     assert re.search(
         r"INFO POST '/v1/chat/completions' 200 seconds=[\d.]+ prompt_tokens=27 cached_tokens=0 "
@@ -179,7 +180,7 @@ def test_a_line_a_request_without_what_was_asked(
         lines[0],
     )
     assert "completion_tokens=3 outcome=ok" in lines[1]
-    assert "'/v1/completions' 400" in lines[2]
+    assert "'/v1/completions' 400" in lines[2] and "error=invalid_value:top_p" in lines[2]
     assert all("\n" not in line for line in lines)
 
 

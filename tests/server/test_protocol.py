@@ -11,7 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eyas.server.errors import ApiError
-from eyas.server.protocol import ChatRequest, CompletionRequest, parse_request
+from eyas.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    StreamUsage,
+    parse_request,
+)
 
 MESSAGES = [{"role": "user", "content": "a"}]
 
@@ -190,8 +195,13 @@ def test_two_limits_that_differ() -> None:
 
 def test_stream_options_without_a_stream() -> None:
     assert "only allowed with stream" in refusal(chat, stream_options={}).message
-    assert not chat(stream=True, stream_options={}).include_usage
-    assert chat(stream=True, stream_options={"include_usage": True}).include_usage
+    for options, told in (
+        ({}, StreamUsage.NONE),
+        ({"continuous_usage_stats": True}, StreamUsage.NONE),
+        ({"include_usage": True}, StreamUsage.LAST),
+        ({"include_usage": True, "continuous_usage_stats": True}, StreamUsage.ALWAYS),
+    ):
+        assert chat(stream=True, stream_options=options).usage_in_stream is told
 
 
 def test_messages_as_templates_want_them() -> None:

@@ -28,12 +28,13 @@ PATHS = {
 
 
 def test_the_document_tells_every_route_and_field() -> None:
-    document = openapi_document()
+    document = openapi_document("tiny")
     assert set(document["paths"]) == PATHS
     schemas = document["components"]["schemas"]
     for kind in (ChatRequest, CompletionRequest):
         properties = schemas[kind.__name__]["properties"]
         assert set(kind.model_fields) | HARMLESS <= set(properties)
+        assert properties["model"] == {"enum": ["tiny", None]}
         assert schemas[kind.__name__]["additionalProperties"] is False
     assert schemas["CompletionRequest"]["properties"]["best_of"] == {"enum": [1, None]}
 

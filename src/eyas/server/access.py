@@ -5,8 +5,6 @@ The line and the metrics tell of a response when its last byte is sent or its cl
 
 from __future__ import annotations
 
-import contextvars
-import dataclasses
 import hashlib
 import hmac
 import logging
@@ -19,6 +17,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eyas.server.errors import ApiError, error_response
+from eyas.server.exchange import Exchange, entered
 
 logger = logging.getLogger("eyas.access")
 
@@ -26,27 +25,6 @@ ID_HEADER = "x-request-id"
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})  # for probes, which carry no key
 _QUIET_PATHS = OPEN_PATHS  # asked every few seconds: logged only where DEBUG is
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
-
-
-@dataclasses.dataclass
-class Exchange:
-    """One request and what is known of its answer. choices: how each ended."""
-
-    request_id: str
-    started: float
-    num_prompt_tokens: int | None = None
-    num_cached_tokens: int = 0
-    num_completion_tokens: int = 0
-    finish_reasons: list[str] = dataclasses.field(default_factory=list)
-    outcome: str | None = None
-
-
-_current: contextvars.ContextVar[Exchange | None] = contextvars.ContextVar("exchange", default=None)
-
-
-def current_exchange() -> Exchange | None:
-    """The request that is being answered in this context."""
-    return _current.get()
 
 
 class AccessMiddleware:
@@ -75,18 +53,17 @@ class AccessMiddleware:
                 MutableHeaders(scope=message)[ID_HEADER] = request_id
             await send(message)
 
-        token = _current.set(exchange)
-        try:
-            if self._is_allowed(scope["path"], headers):
-                await self._app(scope, receive, send_with_id)
-            else:
-                await _refusal()(scope, receive, send_with_id)
-        except Exception:  # the outermost layer answers it
-            status = 500
-            raise
-        finally:
-            _log(scope, exchange, status)
-            _current.reset(token)
+        with entered(exchange):
+            try:
+                if self._is_allowed(scope["path"], headers):
+                    await self._app(scope, receive, send_with_id)
+                else:
+                    await _refusal()(scope, receive, send_with_id)
+            except Exception:  # the outermost layer answers it
+                status = 500
+                raise
+            finally:
+                _log(scope, exchange, status)
 
     def _is_allowed(self, path: str, headers: Headers) -> bool:
         if not self._digests or path in OPEN_PATHS:
@@ -126,6 +103,8 @@ def _log(scope: Scope, exchange: Exchange, status: int) -> None:
             "completion_tokens": exchange.num_completion_tokens,
             "outcome": exchange.outcome or "aborted",
         }
+    if exchange.error is not None:
+        fields["error"] = exchange.error
     logger.log(level, "%s", _as_text(fields), extra={"fields": fields})
 
 

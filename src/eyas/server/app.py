@@ -86,7 +86,7 @@ class _Routes:
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
 
     async def openapi(self) -> Response:
-        return JSONResponse(openapi_document())
+        return JSONResponse(openapi_document(self._model.name))
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._card(self._state.service())]})
@@ -172,7 +172,7 @@ class _Routes:
     ) -> Response:
         envelope = Envelope(answer, self._model)
         if body.stream:
-            content = events(generation, envelope, meter, include_usage=body.include_usage)
+            content = events(generation, envelope, meter, told=body.usage_in_stream)
             return EventStream(generation, content, meter)
         try:
             response = JSONResponse(envelope.whole(await generation.collect(), generation))

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from eyas.engine.async_engine import EngineDeadError, RequestFailedError
+from eyas.server.exchange import current_exchange
 from eyas.types import EyasError
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ def as_api_error(error: Exception) -> ApiError:
 def error_response(error: Exception) -> JSONResponse:
     """The response to a request that failed before its first byte."""
     api_error = as_api_error(error)
+    if (exchange := current_exchange()) is not None:
+        exchange.refuse(api_error.code, api_error.param)
     return JSONResponse(api_error.body(), api_error.status)
 
 

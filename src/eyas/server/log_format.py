@@ -8,7 +8,7 @@ import logging
 import sys
 from typing import Literal
 
-from eyas.server.access import current_exchange
+from eyas.server.exchange import current_exchange
 
 LogFormat = Literal["text", "json"]
 

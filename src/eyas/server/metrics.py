@@ -11,7 +11,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from eyas.engine.stats import EngineCounters
-from eyas.server.access import Exchange, current_exchange
+from eyas.server.exchange import Exchange, current_exchange
 from eyas.server.service import Piece
 from eyas.server.state import Phase, ServerState
 

@@ -57,13 +57,15 @@ _ERROR_SCHEMA = {
 
 
 @functools.cache
-def openapi_document() -> dict[str, Any]:
-    """The document, OpenAPI 3.1."""
+def openapi_document(model_name: str) -> dict[str, Any]:
+    """The document, OpenAPI 3.1. model_name: the served one."""
     kinds = [kind for kind, _ in _BODIES.values()]
     _, made = models_json_schema(
         [(kind, "validation") for kind in kinds], ref_template=_REF + "{model}"
     )
     schemas: dict[str, Any] = dict(made["$defs"])
+    for kind in kinds:
+        schemas[kind.__name__]["properties"]["model"] = {"enum": [model_name, None]}
     for kind, neutral in NEUTRAL_FIELDS.items():
         schemas[kind.__name__]["properties"] |= _neutral_properties(neutral)
     schemas["Error"] = _ERROR_SCHEMA

@@ -6,6 +6,7 @@ A number in a string, a float for an integer or NaN are refused rather than gues
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -75,10 +76,22 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
+class StreamUsage(enum.Enum):
+    """When a stream tells its usage."""
+
+    NONE = enum.auto()
+    LAST = enum.auto()  # in a chunk of its own
+    ALWAYS = enum.auto()  # so far, in every chunk, too
+
+
 class StreamOptions(_Strict):
-    """include_usage: send the usage in a chunk of its own before the end."""
+    """include_usage: send the usage in a chunk of its own before the end.
+
+    continuous_usage_stats: with it, every chunk tells the usage so far.
+    """
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
 
 
@@ -158,9 +171,12 @@ class _Request(_Strict):
     stream_options: StreamOptions | None = None
 
     @property
-    def include_usage(self) -> bool:
-        """Whether a stream tells its usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+    def usage_in_stream(self) -> StreamUsage:
+        """How a stream tells its usage."""
+        options = self.stream_options
+        if options is None or not options.include_usage:
+            return StreamUsage.NONE
+        return StreamUsage.ALWAYS if options.continuous_usage_stats else StreamUsage.LAST
 
     @property
     def num_logprobs(self) -> int | None:

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from eyas.server.errors import as_api_error
 from eyas.server.formats import Envelope, usage
 from eyas.server.metrics import Meter
+from eyas.server.protocol import StreamUsage
 from eyas.server.service import Generation
 from eyas.server.transport import ClientGoneError, unless_client_leaves
 
@@ -25,20 +26,23 @@ def sse(data: dict[str, Any]) -> bytes:
 
 
 async def events(
-    generation: Generation, envelope: Envelope, meter: Meter, *, include_usage: bool
+    generation: Generation, envelope: Envelope, meter: Meter, *, told: StreamUsage
 ) -> AsyncIterator[bytes]:
     """The events of a streamed answer. A failure is an error event, after which nothing comes."""
-    no_usage = {"usage": None} if include_usage else {}
     try:
         async with aclosing(_chunks(generation, envelope)) as chunks:
             async for chunk in chunks:
-                yield sse(chunk | no_usage)
+                if told is StreamUsage.ALWAYS:
+                    chunk["usage"] = usage(generation)
+                elif told is StreamUsage.LAST:
+                    chunk["usage"] = None
+                yield sse(chunk)
     except Exception as error:
         meter.end("error")
         yield sse(as_api_error(error).body())
         return
     meter.end("ok", num_cached_tokens=generation.num_cached_tokens)
-    if include_usage:
+    if told is not StreamUsage.NONE:
         yield sse(envelope.chunk() | {"usage": usage(generation)})
     yield _DONE
 

@@ -22,6 +22,9 @@ from eyas.models.config import DraftConfig, ExpertsConfig, ModelConfig
 # truncation works on. A draft's proposal: the int64 hashes behind the noise, and scores in fp32.
 _SAMPLER_BYTES, _HASH_BYTES, _FP32_BYTES = 34, 24, 4
 _INDEX_BYTES = 8
+# Bytes a number while it is expanded: packed, shifted and masked; or stored, in fp32, beside its
+# scale and multiplied.
+_EXPANDING = {"int4": 9, "fp8": 13}
 _INDICES = 4  # a row's token, position, slot and where it is written
 
 
@@ -141,15 +144,16 @@ class Activations:
         chosen = num_rows * experts.num_experts_per_token
         block = block_rows(chosen, experts.num_experts)
         blocks = num_blocks(chosen, experts.num_experts)
-        # Integers or fp32 numbers on the way, and their product with the scales.
-        wide = 0 if model.quant_of("experts") is None else 2 * _FP32_BYTES + rows
+        quant = model.quant_of("experts")
+        wide = 0 if quant is None else _EXPANDING[quant.scheme]
         places, peaks = blocks * block, []
         for width_in, width_out in ((hidden, 2 * size), (size, hidden)):
             matrix = width_in * width_out
             num_expanded = min(max(MAX_GATHERED // matrix, 1), blocks)
             joined = 2 if num_expanded < blocks else 1  # pieces become one tensor
-            held = places * (width_in + joined * width_out) * rows
-            peaks.append(held + num_expanded * matrix * (rows + wide))
+            held = places * width_in * rows
+            peaks.append(held + (places * joined * width_out + num_expanded * matrix) * rows)
+            peaks.append(held + num_expanded * matrix * wide)
         peaks.append((places + chosen) * hidden * rows)
         peaks.append(chosen * hidden * (rows + _FP32_BYTES))
         return max(peaks) + 3 * num_rows * hidden * rows

@@ -47,7 +47,7 @@ from eyas.train.settings import TrainSettings
 from eyas.train.state import find_checkpoints
 from eyas.train.trainer import train
 from eyas.train.vocabulary import choose_vocabulary, count_tokens
-from eyas.train.workspace import Reporter, Workspace
+from eyas.train.workspace import Reporter, Silent, Workspace
 from eyas.types import EyasError
 
 
@@ -70,7 +70,7 @@ class Pipeline:
     """Runs the stages of a task. Raises EyasError on what the user can mend."""
 
     def __init__(self, task: Task, reporter: Reporter) -> None:
-        self.task, self.reporter = task, reporter
+        self.task, self.reporter, self._is_first = task, reporter, True
         self.files = Workspace(task.out)
         self.folder = target_folder(task.target, progress=self._megabytes)
         self.config: ModelConfig = read_target_config(self.folder)
@@ -92,6 +92,9 @@ class Pipeline:
                 "only the stage train runs in several processes: start the others without a "
                 "launcher, and this one with --stage train"
             )
+        if not processes.is_first:
+            self.reporter = Silent()
+        self._is_first = processes.is_first
 
     def _megabytes(self, step: str, done: int, total: int) -> None:
         self.reporter.update(f"{step} (MiB)", done >> 20, total >> 20)
@@ -241,11 +244,11 @@ class Pipeline:
             out_dir=self.files.training,
             progress=self._training_line,
         )
-        if importlib.util.find_spec("matplotlib") is not None:
-            plot_curves(self.files.training, self.files.training / "curves.png")
-        else:
-            self.reporter.say("no picture of the curves: pip install 'eyas[train]' draws one")
         self.reporter.say(f"trained {result.step} steps: {result.checkpoint}")
+        if importlib.util.find_spec("matplotlib") is None:
+            self.reporter.say("no picture of the curves: pip install 'eyas[train]' draws one")
+        elif self._is_first:
+            plot_curves(self.files.training, self.files.training / "curves.png")
 
     def _training_line(self, line: TrainProgress) -> None:
         accuracy = " ".join(f"{value:.2f}" for value in line.accuracy_by_step)

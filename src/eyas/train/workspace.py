@@ -20,6 +20,16 @@ class Reporter(Protocol):
         """A line that stays."""
 
 
+class Silent:
+    """The Reporter of a process beside the first."""
+
+    def update(self, step: str, done: int, total: int, note: str = "") -> None:
+        """Says nothing."""
+
+    def say(self, line: str) -> None:
+        """Says nothing."""
+
+
 class Workspace:
     """Paths of one training. Files appear under their names complete or not at all."""
 

@@ -171,6 +171,19 @@ def test_a_load_can_be_stopped(folder: Path) -> None:
     in_loop(test)
 
 
+def test_a_load_can_be_stopped_at_once(folder: Path) -> None:
+    async def test() -> None:
+        engine = make(folder)
+        await engine.stop()  # before its load: nothing to do
+        loading = asyncio.ensure_future(engine.load(nothing))
+        await asyncio.sleep(0)
+        loading.cancel()
+        await engine.stop()
+        assert not is_alive(engine.pid or 0)
+
+    in_loop(test)
+
+
 def test_an_engine_does_not_outlive_its_parent(folder: Path) -> None:
     script = f"""
         import asyncio, functools, os, signal, sys

@@ -188,6 +188,25 @@ def test_a_dead_engine_ends_the_process_with_its_reason(
     assert "the engine died: RuntimeError: rank 0 fell over" in caplog.text
 
 
+def test_an_engine_that_dies_at_its_first_completion_is_never_ready(
+    load_tiny: Callable[..., Loader], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = tiny()
+
+    def dies() -> list[StepOutput]:
+        raise RuntimeError("no kernel image")
+
+    engine.step = dies  # type: ignore[method-assign]
+
+    async def test() -> None:
+        async with life(load_tiny(engine)) as server:
+            assert await server.code == 1
+
+    run(test)
+    assert "the engine died at its first completion: RuntimeError: no kernel image" in caplog.text
+    assert "ready: " not in caplog.text
+
+
 FINDINGS = [
     Finding(Severity.ERROR, "width-mismatch", "pair", "2048 is not 4096", "use the right draft"),
     Finding(Severity.WARNING, "tokenizer-missing", "target", "no tokenizer"),

@@ -10,6 +10,8 @@ from fixtures.asgi import Connection
 from fixtures.fake_engine import HANG, FakeEngine, says
 from fixtures.http_server import Server
 
+from eyas.server import transport
+
 MakeServer = Callable[..., Server]
 
 
@@ -124,5 +126,19 @@ def test_a_body_of_just_the_limit_passes(make_server: MakeServer) -> None:
         connection = Connection(server, CHAT, whole[:7], whole[7:], length=len(whole))
         await connection.task
         assert connection.status == 200
+
+    run(test())
+
+
+def test_a_body_that_does_not_come(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "BODY_SECONDS", 0.05)
+
+    async def test() -> None:
+        connection = Connection(make_server(FakeEngine(says([0]))), CHAT)
+        await connection.task
+        assert connection.status == 408
+        assert json.loads(connection.text)["error"]["code"] == "body_timeout"
 
     run(test())

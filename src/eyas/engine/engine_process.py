@@ -78,6 +78,7 @@ class EngineProcess(EngineHandle):
         )
         self._outbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._loaded: asyncio.Future[Loaded] | None = None
+        self._starting: asyncio.Future[None] | None = None
         self._progress: Progress | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_stopping = False
@@ -95,10 +96,8 @@ class EngineProcess(EngineHandle):
         """
         self._loop, self._progress = asyncio.get_running_loop(), progress
         self._loaded = self._loop.create_future()
-        await asyncio.to_thread(self._process.start)
-        self._other.close()  # so that the end of the process is the end of the pipe
-        for target in (self._read, self._write):
-            threading.Thread(target=target, name="eyas-pipe", daemon=True).start()
+        self._starting = asyncio.ensure_future(asyncio.to_thread(self._start))
+        await asyncio.shield(self._starting)
         loaded = await asyncio.shield(self._loaded)
         self.info = loaded.info
         return loaded
@@ -106,17 +105,27 @@ class EngineProcess(EngineHandle):
     async def stop(self) -> None:
         """End the process after its current step, or at once while it loads; it is gone then."""
         self._is_stopping = True
-        if self._process.pid is None:
+        if self._starting is None:
+            return
+        await asyncio.gather(self._starting, return_exceptions=True)
+        if self._process.pid is None:  # it could not be started
             return
         if self._loaded is None or not self._loaded.done():
             self._process.kill()
         self._send(Stop())
-        await asyncio.to_thread(self._process.join, _STOP_SECONDS)
-        if self._process.exitcode is None:
+        try:
+            await asyncio.wait_for(self._gone.wait(), _STOP_SECONDS)
+        except TimeoutError:
             self._process.kill()
-            await asyncio.to_thread(self._process.join)
-        await self._gone.wait()
+            await self._gone.wait()
         self._outbox.put(None)
+
+    def _start(self) -> None:
+        """In a thread, for it takes a while; whoever cancels the load must wait for it."""
+        self._process.start()
+        self._other.close()  # so that the end of the process is the end of the pipe
+        for target in (self._read, self._write):
+            threading.Thread(target=target, name="eyas-pipe", daemon=True).start()
 
     def _send(self, command: Command) -> None:
         self._outbox.put(command)
@@ -132,7 +141,7 @@ class EngineProcess(EngineHandle):
             while True:
                 self._in_loop(self._take, self._connection.recv())
         except (EOFError, OSError):
-            self._process.join()
+            self._process.join()  # here alone: two waits for one process confuse each other
         except Exception as error:  # half a message, at a sudden end
             logging.getLogger(__name__).error("the engine's pipe broke: %r", error)
             self._process.kill()

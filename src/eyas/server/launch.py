@@ -20,6 +20,7 @@ from importlib.metadata import version
 from typing import Any, Protocol
 
 from eyas.config import EngineConfig
+from eyas.engine.async_engine import EngineDeadError
 from eyas.engine.engine_process import EngineProcess, Loaded, LoadError
 from eyas.engine.serving_load import load_for_serving
 from eyas.engine.tokenizer import Tokenizer
@@ -157,7 +158,11 @@ class _Life:
         await importing
         service = Service(self._engine, await asyncio.to_thread(Tokenizer, loaded.folder))
         self._state.warm_up()
-        await _warm_up(self._engine)
+        try:
+            await _warm_up(self._engine)
+        except EngineDeadError as error:
+            text = f"the engine died at its first completion: {error}"
+            raise LoadError(text, self._engine.death_details) from error
         return service
 
     async def _serve(self, service: Service) -> int:

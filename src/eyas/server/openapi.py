@@ -24,6 +24,7 @@ _ERRORS = {
     "400": "a mistake in the request",
     "401": "no API key, or a wrong one",
     "404": "no such model",
+    "408": "the body took too long",
     "413": "the body is too long",
     "503": "the server is not ready, or no longer",
 }

@@ -12,6 +12,8 @@ from starlette.types import Receive
 
 from eyas.server.errors import ApiError
 
+BODY_SECONDS = 60.0  # for a whole body
+
 Result = TypeVar("Result")
 
 
@@ -22,8 +24,18 @@ class ClientGoneError(Exception):
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """The whole body.
 
-    Raises ApiError (413) as soon as it is known to be too long, ClientGoneError if it never ends.
+    Raises ApiError (413) as soon as it is known to be too long, ApiError (408) if it takes too
+    long to come, ClientGoneError if the client leaves before its end.
     """
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _read_body(request, max_bytes)
+    except TimeoutError as error:
+        text = f"the body did not come within {BODY_SECONDS:.0f} s"
+        raise ApiError(408, text, code="body_timeout") from error
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytes:
     declared = request.headers.get("content-length", "")
     body = bytearray()
     if not declared.isdecimal() or int(declared) <= max_bytes:

@@ -14,7 +14,8 @@ from eyas.cli import app
 from eyas.engine.llm import LLM
 from eyas.models.draft_config import read_draft_config
 from eyas.models.target_config import read_target_config
-from eyas.train.dataset import read_rows, shard_paths
+from eyas.train.dataset import read_rows, shard_paths, write_shard
+from eyas.train.masks import ChatTemplate, conversation_rows
 from eyas.train.prompts import read_prompts
 from eyas.types import SamplingParams
 
@@ -147,7 +148,7 @@ def test_stages_run_alone_and_name_what_is_missing(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     for stage, message in (
         ("vocabulary", "run --stage regenerate first"),
-        ("train", "run --stage regenerate first"),
+        ("train", "run --stage vocabulary first"),
         ("evaluate", "run --stage train first"),
         ("export", "run --stage evaluate first"),
     ):
@@ -202,6 +203,31 @@ def test_mistakes_say_what_to_write(
     ran = CliRunner().invoke(app, [str(a) for a in [*arguments, *options.split()]])
     assert ran.exit_code == 1
     assert message in " ".join(ran.stderr.split())
+
+
+def test_given_conversations_are_trained_on(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    template = ChatTemplate.open(folder.target)
+    talks = [
+        [
+            {"role": "user", "content": f"given question {i}"},
+            {"role": "assistant", "content": "Indeed, so."},
+        ]
+        for i in range(8)
+    ]
+    rows = [row for talk in talks for row in conversation_rows(template, talk)]
+    (folder.out / "data").mkdir(parents=True)
+    write_shard(folder.out / "data/own.jsonl.gz", rows)
+    folder.train("--stage", "vocabulary")
+    mine = folder.write("mine", ["x", "GIVEN question: 5!"])
+    assert "1 of the prompts" in folder.train("--stage", "train", "--eval-prompts", mine, code=1)
+    folder.train("--stage", "train", "--eval-prompts", folder.eval)
+    assert "give --eval-prompts" in folder.train("--stage", "evaluate", code=1)
+    folder.train("--stage", "evaluate", "--eval-prompts", folder.eval)
+    folder.train("--stage", "export")
+    assert (
+        "1 shard(s) of conversations that existed" in (folder.out / "draft/README.md").read_text()
+    )
 
 
 def test_another_choice_of_prompts_is_refused(trained: tuple[Folder, str]) -> None:

@@ -86,12 +86,17 @@ def read_rows(folder: Path) -> Iterator[Row]:
     Raises DatasetError with file and line for what is not a conversation.
     """
     for path in shard_paths(folder):
-        try:
-            with gzip.open(path, "rt", encoding="utf-8") as lines:
-                for number, line in enumerate(lines, start=1):
-                    yield _row(line, f"{path}:{number}")
-        except (OSError, EOFError, UnicodeDecodeError) as error:
-            raise DatasetError(f"{path} cannot be read: {error}") from error
+        yield from read_shard(path)
+
+
+def read_shard(path: Path) -> Iterator[Row]:
+    """The conversations of one shard; errors as in read_rows."""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                yield _row(line, f"{path}:{number}")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise DatasetError(f"{path} cannot be read: {error}") from error
 
 
 def _row(line: str, where: str) -> Row:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any, cast
@@ -14,11 +13,9 @@ from eyas.engine.load import load_draft, load_target
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import ModelConfig
 from eyas.models.draft_config import read_draft_config
-from eyas.train.export import export_draft
+from eyas.train.export import ExportFormat, export_draft
 from eyas.train.journal import read_log
-from eyas.train.pipeline_settings import PipelineSettings
-from eyas.train.regenerate import REPORT_FILE, Report
-from eyas.train.settings import TrainSettings
+from eyas.train.regenerate import foreign_shards, read_report
 from eyas.train.workspace import Workspace
 
 CARD_FILE = "README.md"
@@ -31,19 +28,18 @@ def export_best(
     target: str,
     target_folder: Path,
     target_config: ModelConfig,
-    settings: PipelineSettings,
-    training: TrainSettings,
+    format: ExportFormat,
 ) -> None:
     """Write `files.draft`. Raises EyasError when the evaluation that chooses has not been run."""
     evaluation = files.read_json(files.evaluation, stage="evaluate")
     source = files.training / "checkpoints" / evaluation["checkpoint"]
     files.draft.mkdir(exist_ok=True)
-    if settings.format == "specforge":  # what a checkpoint is
+    if format == "specforge":  # what a checkpoint is
         for name in _DRAFT_FILES:
             shutil.copyfile(source / name, files.draft / name)
     else:
         _convert(source, files.draft, target, target_folder, target_config)
-    files.write(files.draft / CARD_FILE, _card(files, target, evaluation, settings, training))
+    files.write(files.draft / CARD_FILE, _card(files, target, evaluation))
 
 
 def _convert(
@@ -70,24 +66,13 @@ def _convert(
     )
 
 
-def _card(
-    files: Workspace,
-    target: str,
-    evaluation: dict[str, Any],
-    settings: PipelineSettings,
-    training: TrainSettings,
-) -> str:
+def _card(files: Workspace, target: str, evaluation: dict[str, Any]) -> str:
     """The card, from what the stages wrote down."""
-    state = files.read_json(files.data / REPORT_FILE, stage="regenerate")
-    report = Report(seconds=state["seconds"])
-    for group in state["shards"].values():
-        report.add(group)
     vocabulary = files.read_json(files.vocabulary, stage="vocabulary")
     last = read_log(files.training)[-1]
     accuracy = ", ".join(f"{value:.3f}" for value in last["accuracy_by_step"])
-    sources = "\n".join(f"| {name} | {n} |" for name, n in report.by_source.most_common())
-    changed = _changed(settings, PipelineSettings()) | _changed(training, TrainSettings())
-    options = ", ".join(f"{name} {value}" for name, value in changed.items()) or "none"
+    settings = files.recorded("train")
+    options = ", ".join(f"{name} {value}" for name, value in settings.items())
     return f"""# EAGLE-3 draft for {target}
 
 Made by `eyas train` for the target {target}; use it with
@@ -96,26 +81,30 @@ Made by `eyas train` for the target {target}; use it with
 
 ## Acceptance
 
-Measured in the engine by `eyas train --stage evaluate`, {evaluation["num_prompts"]} prompts,
-{settings.eval_tokens} new tokens at most; none of them was trained on.
+Measured in the engine by `eyas train --stage evaluate`: {evaluation["num_prompts"]} prompts that
+were not trained on, {evaluation["settings"]["max_new_tokens"]} new tokens at most.
 
 {files.evaluation_table.read_text()}
 ## How it was made
 
-* Data: {report.line()}; every answer is the target's own, {settings.greedy_share:.0%} of the
-  conversations greedy, the others at temperatures from {settings.min_temperature:g} to
-  {settings.max_temperature:g}.
+* Data: {_data(files)}
 * Vocabulary: {len(vocabulary["kept_ids"])} tokens, {vocabulary["coverage"]:.2%} of the answers'.
-* Training: {evaluation["checkpoint"]} of {last["num_steps"]} steps, {last["tokens"]} tokens in all,
-  {training.num_draft_steps} steps of training-time test; accuracy by step at the end {accuracy}.
-* Settings other than the defaults: {options}.
-
-| prompts | conversations |
-|---|---|
-{sources}
+* Training: {evaluation["checkpoint"]} of {last["num_steps"]} steps, {last["tokens"]} tokens in all;
+  accuracy by draft step at the end {accuracy}.
+* Settings of the training: {options}.
 """
 
 
-def _changed(settings: Any, defaults: Any) -> dict[str, Any]:
-    values, usual = dataclasses.asdict(settings), dataclasses.asdict(defaults)
-    return {name: value for name, value in values.items() if value != usual[name]}
+def _data(files: Workspace) -> str:
+    """What the draft was trained on."""
+    num_given = len(foreign_shards(files.data))
+    given = f"{num_given} shard(s) of conversations that existed before." if num_given else ""
+    report, used = read_report(files.data), files.recorded("regenerate")
+    if report is None:
+        return given
+    sources = ", ".join(f"{name} {n}" for name, n in report.by_source.most_common())
+    return (
+        f"{report.line()}. Every answer is the target's own, {used['greedy_share']:.0%} of the "
+        f"conversations greedy, the others at temperatures from {used['min_temperature']:g} to "
+        f"{used['max_temperature']:g}. Conversations by prompt set: {sources}. {given}".rstrip()
+    )

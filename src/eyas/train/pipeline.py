@@ -7,6 +7,7 @@ Everything is in one folder, and a stage reads only what the ones before it left
     data/                 conversations with the target's answers, and a report (regenerate)
     vocabulary.json       the draft's tokens (vocabulary)
     training/             log, curves and checkpoints, each a draft that serves (train)
+    settings.json         what each stage ran with
     validation.json       acceptance length of each checkpoint, by which the best is chosen
     evaluation.json, .md  acceptance of the best one on the evaluation prompts (evaluate)
     draft/                the best checkpoint, with a card (export)
@@ -30,7 +31,7 @@ from eyas.engine.load import load_target
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import ModelConfig
 from eyas.models.target_config import position_limit, read_target_config
-from eyas.train.dataset import read_rows
+from eyas.train.dataset import read_rows, read_shard
 from eyas.train.draft import design_draft
 from eyas.train.engines import BatchEngine, open_engine, target_folder
 from eyas.train.evaluate import Evaluation, evaluate, to_dict, to_markdown
@@ -40,8 +41,15 @@ from eyas.train.masks import ChatTemplate
 from eyas.train.pipeline_settings import STAGES, PipelineSettings, Stage
 from eyas.train.plot import plot_curves
 from eyas.train.processes import join_launcher
-from eyas.train.prompts import Prompt, normalised_turns, read_prompts, refuse_overlap, select
-from eyas.train.regenerate import Regeneration
+from eyas.train.prompts import (
+    Prompt,
+    normalised_turns,
+    read_prompts,
+    refuse_contained,
+    refuse_overlap,
+    select,
+)
+from eyas.train.regenerate import Regeneration, foreign_shards
 from eyas.train.self_prompts import save_prompts, write_self_prompts
 from eyas.train.settings import TrainSettings
 from eyas.train.state import find_checkpoints
@@ -142,12 +150,22 @@ class Pipeline:
                 stop_at=self.task.stop_at,
                 **self._counters("answering prompts"),
             )
+        used = dataclasses.asdict(settings.regenerate())
+        files.record("regenerate", {**used, "self_prompts": settings.self_prompts})
         self.reporter.say(work.report().line())
 
     def _refuse_evaluated(self) -> None:
         """Raises EyasError when what is trained on is in the evaluation file of this call."""
-        self.files.require(self.files.prompts, stage="regenerate")
-        refuse_overlap(read_prompts([self.files.prompts]), read_prompts(self.task.eval_prompts))
+        evaluation = read_prompts(self.task.eval_prompts)
+        if not evaluation:
+            return
+        if self.files.prompts.exists():
+            refuse_overlap(read_prompts([self.files.prompts]), evaluation)
+        foreign = foreign_shards(self.files.data)
+        if foreign:
+            template = ChatTemplate.open(self.folder)
+            texts = (template.decode(row.input_ids) for p in foreign for row in read_shard(p))
+            refuse_contained(texts, evaluation)
 
     def _open(self, num_requests: int) -> BatchEngine:
         settings = self.task.settings
@@ -244,6 +262,8 @@ class Pipeline:
             out_dir=self.files.training,
             progress=self._training_line,
         )
+        if self._is_first:
+            self.files.record("train", dataclasses.asdict(self.task.training))
         self.reporter.say(f"trained {result.step} steps: {result.checkpoint}")
         if importlib.util.find_spec("matplotlib") is None:
             self.reporter.say("no picture of the curves: pip install 'eyas[train]' draws one")
@@ -265,12 +285,19 @@ class Pipeline:
         if not checkpoints:
             raise EyasError(f"{self.files.training} has no checkpoints: run --stage train first")
         self._refuse_evaluated()
-        validation = read_prompts([self.files.validation_prompts])
+        evaluation = read_prompts(self.task.eval_prompts)
+        if self.files.validation_prompts.exists():
+            validation = read_prompts([self.files.validation_prompts])
+        else:  # the conversations were given, not regenerated
+            validation = evaluation
+        if not validation:
+            raise EyasError("there are no prompts to evaluate on: give --eval-prompts FILE")
         lengths = self._validate(checkpoints, validation)
         best = max(lengths, key=lambda name: (lengths[name] > 0, lengths[name]))  # NaN is least
-        held_out = read_prompts(self.task.eval_prompts) or validation
+        held_out = evaluation or validation
         result = self._evaluate(checkpoints[best], held_out, "evaluating")
         self.files.write_json(self.files.evaluation, {"checkpoint": best, **to_dict(result)})
+        self.files.record("evaluate", dataclasses.asdict(self.task.settings.evaluate()))
         self.files.write(self.files.evaluation_table, to_markdown(result))
         self.reporter.say(f"best checkpoint by acceptance length: {best}")
         self.reporter.say(to_markdown(result))
@@ -318,8 +345,7 @@ class Pipeline:
             target=self.task.target,
             target_folder=self.folder,
             target_config=self.config,
-            settings=self.task.settings,
-            training=self.task.training,
+            format=self.task.settings.format,
         )
         self.reporter.say(
             f"draft: {self.files.draft}\n"

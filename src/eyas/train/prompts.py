@@ -14,6 +14,7 @@ from typing import Any
 from eyas.types import EyasError
 
 _MAX_SHOWN = 3  # prompts quoted in a refusal
+_MIN_CONTAINED = 12  # characters, to look for within a text
 
 
 class PromptError(EyasError):
@@ -112,8 +113,22 @@ def shared_with(prompts: Sequence[Prompt], held_out: Collection[str]) -> list[Pr
 def refuse_overlap(prompts: Sequence[Prompt], evaluation: Sequence[Prompt]) -> None:
     """Raises PromptError when a prompt to train on is in the evaluation too."""
     shared = shared_with(prompts, normalised_turns(evaluation))
+    _refuse([prompt.turns[0] for prompt in shared])
+
+
+def refuse_contained(texts: Iterable[str], evaluation: Sequence[Prompt]) -> None:
+    """Raises PromptError when a whole conversation has a turn of the evaluation somewhere in it.
+
+    Only turns of some length are looked for: "why" is in many texts.
+    """
+    turns = [turn for turn in normalised_turns(evaluation) if len(turn) >= _MIN_CONTAINED]
+    found = {turn for text in map(normalised, texts) for turn in turns if turn in text}
+    _refuse(sorted(found))
+
+
+def _refuse(shared: Sequence[str]) -> None:
     if shared:
-        quoted = "; ".join(repr(p.turns[0][:80]) for p in shared[:_MAX_SHOWN])
+        quoted = "; ".join(repr(text[:80]) for text in shared[:_MAX_SHOWN])
         raise PromptError(
             f"{len(shared)} of the prompts to train on are in the evaluation file: take them out, "
             f"or the evaluation would measure memory ({quoted})"

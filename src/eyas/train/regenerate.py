@@ -219,6 +219,26 @@ class Regeneration:
         unfinished.rename(self._report_path)
 
 
+def read_report(folder: Path) -> Report | None:
+    """The report of a dataset; None where nothing was regenerated."""
+    path = folder / REPORT_FILE
+    if not path.exists():
+        return None
+    state = json.loads(path.read_text())
+    report = Report(seconds=state["seconds"])
+    for group in state["shards"].values():
+        report.add(group)
+    return report
+
+
+def foreign_shards(folder: Path) -> list[Path]:
+    """Shards of a dataset that no regeneration wrote."""
+    path = folder / REPORT_FILE
+    own = json.loads(path.read_text())["shards"] if path.exists() else {}
+    shards = sorted(folder.glob(f"[!.]*{SHARD_SUFFIX}"))  # maybe none yet
+    return [shard for shard in shards if shard.name not in own]
+
+
 class _Conversation:
     """One prompt as it is answered, turn after turn."""
 

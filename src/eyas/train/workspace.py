@@ -40,6 +40,7 @@ class Workspace:
         except OSError as error:
             raise EyasError(f"--out {folder} cannot be made: {error}") from error
         self.prompts = folder / "prompts.jsonl.gz"
+        self.settings = folder / "settings.json"
         self.selection = folder / "selection.json"
         self.self_prompts = folder / "self_prompts.jsonl.gz"
         self.validation_prompts = folder / "validation.jsonl.gz"
@@ -65,6 +66,21 @@ class Workspace:
         """JSON that `stage` wrote. Raises EyasError that names the stage when there is none."""
         self.require(path, stage=stage)
         return json.loads(path.read_text())
+
+    def record(self, stage: str, settings: dict[str, Any]) -> None:
+        """Note what a stage ran with, for the card: a later call may have other settings."""
+        self.write_json(self.settings, {**self._recorded(), stage: settings})
+
+    def recorded(self, stage: str) -> dict[str, Any]:
+        """What a stage ran with; nothing if it did not run."""
+        found: dict[str, Any] = self._recorded().get(stage, {})
+        return found
+
+    def _recorded(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self.settings.exists():
+            found = json.loads(self.settings.read_text())
+        return found
 
     def require(self, path: Path, *, stage: str) -> None:
         """Raises EyasError that names the stage to run first when `path` is missing."""

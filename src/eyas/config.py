@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+# Targets with a draft that ships with Eyas: used unless another or none is asked for.
+DEFAULT_DRAFTS = {"smollm2-135m": "smollm2-135m-eagle3"}
+NO_DRAFT = "none"
 MAX_TREE_NODES = 64  # a row's ancestors are one int64 mask (D8)
 
 
@@ -68,7 +71,11 @@ class EngineConfig:
     model: str = dataclasses.field(
         metadata={"help": "Target: a local folder, a hub id, or smollm2-135m."}
     )
-    draft: str | None = _setting(None, "EAGLE-3 draft: a local folder or a hub id.")
+    draft: str | None = _setting(
+        None,
+        "EAGLE-3 draft: a local folder, a hub id, or none (default: the draft that comes with the "
+        "target, if one does).",
+    )
     device: Literal["auto", "cpu", "cuda"] = _setting("auto", "Where the models run.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
         "auto", "Dtype of weights and KV cache; auto takes the checkpoint's."
@@ -112,10 +119,17 @@ class EngineConfig:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
         if self.run_ahead not in (0, 1):
             raise ConfigError(f"--run-ahead must be 0 or 1, not {self.run_ahead}")
-        if self.draft is None:
+        if self.draft_name is None:
             self._refuse_draft_settings()
         self.tree_shape()  # raises on a shape that cannot be
         self.acceptance_rates()
+
+    @property
+    def draft_name(self) -> str | None:
+        """The draft to use: the one asked for, else the target's own; None for plain decoding."""
+        if self.draft is None:
+            return DEFAULT_DRAFTS.get(self.model)
+        return None if self.draft == NO_DRAFT else self.draft
 
     def _refuse_draft_settings(self) -> None:
         needs_draft = {
@@ -135,7 +149,7 @@ class EngineConfig:
         """The shape of a speculative round; PLAIN without a draft or with K = 0."""
         depth = self.num_speculative_tokens
         if depth is None:
-            depth = 3 if self.draft is not None else 0
+            depth = 3 if self.draft_name is not None else 0
         if depth == 0:
             return PLAIN
         whole = 1 + self.topk + (depth - 1) * self.topk**2

@@ -53,9 +53,10 @@ def check_models(config: EngineConfig) -> CheckReport:
     missing: list[Finding] = []
     folders: dict[str, Any] = {}
     with ProgressBars() as bars:
-        for field, subject in (("model", "target"), ("draft", "draft")):
-            name = getattr(config, field)
+        names = {"model": ("target", config.model), "draft": ("draft", config.draft_name)}
+        for field, (subject, name) in names.items():
             if name is None:
+                folders[field] = None
                 continue
             try:
                 folders[field] = str(resolve_model(name, weights=False, progress=bars))

@@ -28,18 +28,58 @@ def demo(
     prompt: Annotated[str, typer.Option("--prompt", help="What to ask.")] = DEMO_PROMPT,
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens at most.")] = 200,
     draft: Annotated[
-        str | None, typer.Option(help="EAGLE-3 draft: a local folder or a hub id.")
+        str | None,
+        typer.Option(help="EAGLE-3 draft: a local folder, a hub id, or none (default: its own)."),
     ] = None,
 ) -> None:
-    """Let the embedded model, smollm2-135m, answer a prompt."""
-    llm = load(EngineConfig(model=DEMO_MODEL, draft=draft, max_batch_size=1))
+    """Let the embedded model, smollm2-135m, answer a prompt, with its draft and without."""
+    config = EngineConfig(model=DEMO_MODEL, draft=draft, max_batch_size=1, max_model_len=2048)
+    llm = load(dataclasses.replace(config, prefix_caching=False))
     console = Console(stderr=True, highlight=False)
     console.print(Text(f"> {prompt}", "bold"), soft_wrap=True)
-    messages = [{"role": "user", "content": prompt}]
+    token_ids = llm.tokenizer.render_chat([{"role": "user", "content": prompt}])
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    stream(llm, llm.tokenizer.render_chat(messages), params)
+    if config.draft_name is None:
+        stream(llm, token_ids, params)
+    else:
+        _compare(llm, token_ids, params)
     command = f"eyas serve {DEMO_MODEL}" + (f" --draft {draft}" if draft else "")
     console.print(Text(f"Next: `{command}` serves it over an OpenAI-compatible API."))
+
+
+def _compare(llm: LLM, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    """The answer with drafted tokens marked as they are accepted; then both speeds."""
+    from eyas.config import PLAIN  # the round that drafts nothing
+    from eyas.engine.tokenizer import Detokenizer
+
+    llm.generate([prompt_token_ids], dataclasses.replace(params, max_tokens=2))  # warm up
+    console = Console(highlight=False, soft_wrap=True)
+    detokenizer, lines = Detokenizer(llm.tokenizer), list[str]()
+    answers: list[list[int]] = []
+    for name, tree in (("with the draft", llm.engine.tree), ("without", PLAIN)):
+        llm.engine.tree, clock, answer = tree, TokenClock(), list[int]()
+        last: Any = None
+        for _, last in llm.stream(prompt_token_ids, params):
+            clock.add_step(last)
+            answer += last.new_token_ids
+            if not answers:  # a round's last token is the target's own choice
+                console.print(Text(detokenizer.add(last.new_token_ids[:-1]), "green"), end="")
+                console.print(Text(detokenizer.add(last.new_token_ids[-1:])), end="")
+        answers.append(answer)
+        rounds = (last.num_rounds, last.num_round_tokens)
+        lines.append(f"{name + ':':16}{describe_speed(clock.rates(), rounds, drafts=True)}")
+    console.print()
+    _print_stats("Green: drafted, and accepted by the target.")
+    for line in lines:
+        _print_stats(line)
+    _print_stats(_describe_same(*answers))
+
+
+def _describe_same(drafted: list[int], plain: list[int]) -> str:
+    if drafted == plain:
+        return "Both gave the same text."
+    same = next(i for i, (a, b) in enumerate(zip(drafted, plain, strict=False)) if a != b)
+    return f"The texts part at token {same}, where rounding in bf16 decides between near ties."
 
 
 @engine_flags()

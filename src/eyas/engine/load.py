@@ -50,7 +50,7 @@ def resolve_folders(
     Raises EyasError for a name that cannot be found.
     """
     model = resolve_model(config.model, weights=weights, progress=progress)
-    draft = config.draft
+    draft = config.draft_name
     if draft is not None:
         draft = str(resolve_model(draft, weights=weights, progress=progress))
     return dataclasses.replace(config, model=str(model), draft=draft)

@@ -22,6 +22,7 @@ import zipfile
 from pathlib import Path
 from typing import Protocol
 
+from eyas.config import DEFAULT_DRAFTS
 from eyas.types import EyasError
 
 # Part of every manifest: raise it when the files that a conversion writes change.
@@ -81,13 +82,15 @@ SMOLLM2_135M = EmbeddedModel(
     gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
 EMBEDDED = {model.name: model for model in (SMOLLM2_135M,)}
+SHIPPED_DRAFTS = tuple(DEFAULT_DRAFTS.values())  # folders beside this module
 
 
 def resolve_model(name: str, *, weights: bool = True, progress: Progress | None = None) -> Path:
     """The local folder of a model, fetched and converted first where need be.
 
-    name: an existing folder (returned as it is), the name of an embedded model (a key of
-        ``EMBEDDED``), or a repository id on the Hugging Face hub, tried in this order.
+    name: an existing folder (returned as it is), the name of a draft that ships with Eyas or of an
+        embedded model (a key of ``EMBEDDED``), or a repository id on the Hugging Face hub, tried in
+        this order.
     weights: False leaves the weight files of a hub repository where they are, for looking at
         configuration and tokenizer first.
     progress: told about downloading and converting an embedded model; the hub's client draws its
@@ -100,6 +103,8 @@ def resolve_model(name: str, *, weights: bool = True, progress: Progress | None 
         return folder
     if folder.is_file():
         raise ModelResolutionError(f"{name} is a file; give the folder that holds its config.json")
+    if name in SHIPPED_DRAFTS:
+        return Path(__file__).parent / "drafts" / name
     if name in EMBEDDED:
         return embedded_folder(EMBEDDED[name], progress=progress or _silent)
     if not _HUB_ID.fullmatch(name):

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from eyas.config import EngineConfig
+from eyas.config import NO_DRAFT, EngineConfig
 from eyas.engine.check import run_check
 from eyas.engine.device import resolve_device
 from eyas.engine.engine import Engine
@@ -59,7 +59,7 @@ def open_engine(
         max_batch_size=batch_size,
         max_model_len=max_model_len,
         prefill_chunk_tokens=_PREFILL_TOKENS[device],
-        **draft_settings,
+        **{"draft": NO_DRAFT, **draft_settings},
     )
     config = resolve_folders(config, progress=progress)
     if placement.batch_size is None:

@@ -16,16 +16,17 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def running_server(model: Path, *flags: str, quiet: bool = True) -> Iterator[tuple[str, int]]:
-    """(URL, process id) of a ready server on a free port of this host."""
+def running_server(model: Path, *flags: str, log: Path | None = None) -> Iterator[tuple[str, int]]:
+    """(URL, process id) of a ready server on a free port of this host. log: where it logs to."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "eyas", "serve", str(model), "--port", str(port)]
     command += ["--served-model-name", "random", *flags]
-    output = subprocess.DEVNULL if quiet else None
-    process = subprocess.Popen(command, stderr=output, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with (log or Path(os.devnull)).open("wb") as output:
+        process = subprocess.Popen(command, stderr=output, env=environment)
     try:
         while not _is_ready(url):
             if process.poll() is not None:

@@ -12,7 +12,8 @@ work lie in one folder there (--state), so that one call can go on where another
     here    python scripts/train_smollm2.py join FOLDER draft/
 
 `run --toy` makes everything tiny, to try the whole way on a CPU (`pack --num-prompts 16`).
-What follows `--` is passed on as settings, NAME=VALUE (those of `eyas train --help`).
+`--set NAME=VALUE ...` changes settings, those of `eyas train --help`; give the same to every `run`.
+A call that is cut costs at most a shard or the steps since a checkpoint; `run` it again.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ SETTINGS: dict[str, Any] = {
     "draft_vocab_size": 16_384,
 }
 TRAINING: dict[str, Any] = {
-    "num_epochs": 8.0,
+    "num_steps": 3000,  # 49 million tokens
     "max_length": 1024,
     "checkpoint_every": 500,
     "log_every": 20,

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from fixtures.chat_templates import FAMILIES, write_tokenizer
 from fixtures.checkpoints import TargetShape, write_target
+from rich.console import Console
 from typer.testing import CliRunner
 
 from eyas.cli import app
+from eyas.cli.train import StageBars
 from eyas.engine.llm import LLM
 from eyas.models.draft_config import read_draft_config
 from eyas.models.target_config import read_target_config
@@ -178,6 +180,16 @@ def test_evaluation_prompts_are_refused(trained: tuple[Folder, str], tmp_path: P
     again = folder.write("again", [mine])
     for stage in ("train", "evaluate"):
         assert message in done.train("--stage", stage, "--eval-prompts", again, code=1)
+
+
+def test_a_terminal_gets_bars() -> None:
+    console = Console(record=True, width=120, force_terminal=True)
+    with StageBars(console) as bars:
+        bars.update("training", 3, 10, "loss 1.5, accuracy 0.50 0.40, 900 tok/s")
+        bars.say("vocabulary [of] 3 tokens")
+    text = console.export_text()
+    assert "3/10" in text and "loss 1.5, accuracy 0.50 0.40, 900 tok/s" in text
+    assert "vocabulary [of] 3 tokens" in text
 
 
 def mistakes() -> list[tuple[str, str]]:

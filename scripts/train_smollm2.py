@@ -120,6 +120,10 @@ def pack(arguments: argparse.Namespace) -> None:
         parcel = folder / str(number)
         parcel.mkdir(exist_ok=True)
         (parcel / f"model.{number}").write_bytes(part)
+    if arguments.again is not None:
+        (folder / "again").mkdir()
+        for part in arguments.again.glob("data.tar.gz.*"):
+            shutil.copyfile(part, folder / "again" / part.name)
     for parcel in sorted(folder.iterdir()):
         size = sum(path.stat().st_size for path in parcel.iterdir())
         print(f"{parcel}: {size / 2**20:.1f} MiB")
@@ -174,6 +178,8 @@ def receive(arguments: argparse.Namespace) -> None:
     inbox.mkdir(parents=True, exist_ok=True)
     for path in arguments.parcel.iterdir():
         shutil.copyfile(path, inbox / path.name)
+    if any(inbox.glob("*.tar.gz.*")):
+        unpack(inbox, state / "run")
     model = embedded.SMOLLM2_135M
     package = state / "site" / model.package  # where an installed package would have it
     parts = sorted(inbox.glob("model.*"))
@@ -242,10 +248,17 @@ def collect(arguments: argparse.Namespace) -> None:
     run_folder, out = arguments.state / "run", arguments.out
     out.mkdir(parents=True, exist_ok=True)
     records = ["evaluation.json", "evaluation.md", "validation.json", "vocabulary.json"]
-    records += ["training/log.jsonl", "training/curves.png", "data/report.json", "draft"]
+    records += [
+        "settings.json",
+        "training/log.jsonl",
+        "training/curves.png",
+        "data/report.json",
+        "draft",
+    ]
     write_parts(run_folder, records, out, "results")
     if arguments.with_data:
-        write_parts(run_folder, ["data", "prompts.jsonl.gz", "validation.jsonl.gz"], out, "data")
+        prompts = ["prompts.jsonl.gz", "validation.jsonl.gz", "self_prompts.jsonl.gz"]
+        write_parts(run_folder, ["data", "selection.json", *prompts], out, "data")
 
 
 def write_parts(folder: Path, names: Sequence[str], out: Path, title: str) -> None:
@@ -263,14 +276,19 @@ def write_parts(folder: Path, names: Sequence[str], out: Path, title: str) -> No
 
 def join(arguments: argparse.Namespace) -> None:
     """Put the parts of `collect` together again, here."""
-    for title in sorted({path.name.split(".")[0] for path in arguments.parts.glob("*.tar.gz.*")}):
+    unpack(arguments.parts, arguments.folder)
+    print(f"results are in {arguments.folder}")
+
+
+def unpack(parts: Path, folder: Path) -> None:
+    """Unpack the archives whose numbered parts lie in a folder."""
+    for title in sorted({path.name.split(".")[0] for path in parts.glob("*.tar.gz.*")}):
         with tempfile.TemporaryFile() as whole:
-            for part in sorted(arguments.parts.glob(f"{title}.tar.gz.*")):
+            for part in sorted(parts.glob(f"{title}.tar.gz.*")):
                 whole.write(part.read_bytes())
             whole.seek(0)
             with tarfile.open(fileobj=whole, mode="r:gz") as archive:
-                archive.extractall(arguments.folder, filter="data")
-    print(f"results are in {arguments.folder}")
+                archive.extractall(folder, filter="data")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -288,6 +306,7 @@ def parser() -> argparse.ArgumentParser:
     packing.add_argument("folder", type=Path)
     packing.add_argument("--prompts", type=Path, action="append", required=True)
     packing.add_argument("--eval", type=Path, required=True)
+    packing.add_argument("--again", type=Path, help="where the data of collect lie: a parcel too")
     packing.add_argument("--num-prompts", type=int)
     packing.add_argument("--num-eval", type=int)
     command(receive).add_argument("parcel", type=Path)

@@ -109,6 +109,18 @@ def test_the_best_checkpoint_is_chosen_in_the_engine(trained: tuple[Folder, str]
     assert (folder.out / "draft/model.safetensors").read_bytes() == chosen.read_bytes()
 
 
+def test_another_checkpoint_of_a_name_is_measured(trained: tuple[Folder, str]) -> None:
+    folder, _ = trained
+    path = folder.out / "training/checkpoints/step-000002/model.safetensors"
+    weights = path.read_bytes()
+    path.write_bytes(weights[:-4] + bytes(4))
+    said = folder.train("--stage", "evaluate", "--eval-prompts", folder.eval)
+    assert "validating step-000002" in said and "validating step-000004" not in said
+    path.write_bytes(weights)
+    folder.train("--stage", "evaluate", "--eval-prompts", folder.eval)
+    folder.train("--stage", "export")
+
+
 def test_the_card_says_how_it_was_made(trained: tuple[Folder, str]) -> None:
     folder, _ = trained
     card = (folder.out / "draft/README.md").read_text()

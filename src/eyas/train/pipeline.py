@@ -16,6 +16,7 @@ Everything is in one folder, and a stage reads only what the ones before it left
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
@@ -307,17 +308,18 @@ class Pipeline:
     ) -> dict[str, float]:
         """Acceptance length of each checkpoint (chain at the first temperature); what was measured
         with the same settings before is not measured again."""
-        settings = self.task.settings.evaluate()
-        key = {"settings": str(settings), "prompts": len(validation)}
-        stored: dict[str, Any] = {"key": key, "lengths": {}}
+        key = {"settings": str(self.task.settings.evaluate()), "prompts": len(validation)}
+        stored: dict[str, Any] = {"key": key, "lengths": {}, "weights": {}}
         if self.files.validation.exists():
             found = self.files.read_json(self.files.validation, stage="evaluate")
             stored = found if found["key"] == key else stored
         lengths: dict[str, float] = {}
         for name, path in checkpoints.items():
-            if name not in stored["lengths"]:
+            with (path / "model.safetensors").open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if stored["weights"].get(name) != digest:
                 result = self._evaluate(path, validation, f"validating {name}", only_first=True)
-                stored["lengths"][name] = result.length()
+                stored["lengths"][name], stored["weights"][name] = result.length(), digest
                 self.files.write_json(self.files.validation, stored)
                 self.reporter.say(f"{name}: {result.length():.3f} tokens a round")
             lengths[name] = stored["lengths"][name]

@@ -3,13 +3,13 @@
 The machine gets a copy of this tree and a folder of parcels, and gives a few files back. Model and
 work lie in one folder there (--state), so that one call can go on where another stopped:
 
-    here    python scripts/train_smollm2.py pack .lease --prompts train.jsonl.gz --eval eval.jsonl
-    there   python scripts/train_smollm2.py receive .lease/1       # one parcel a call, if they are
-            python scripts/train_smollm2.py receive .lease/2       # too large for one
+    here    python scripts/train_smollm2.py pack parcels --prompts train.jsonl.gz --eval eval.jsonl
+    there   python scripts/train_smollm2.py receive parcels/1      # one parcel a call, if they are
+            python scripts/train_smollm2.py receive parcels/2      # too large for one
             python scripts/train_smollm2.py run regenerate vocabulary
             python scripts/train_smollm2.py run train evaluate export
-            python scripts/train_smollm2.py collect $OUT
-    here    python scripts/train_smollm2.py join FOLDER draft/
+            python scripts/train_smollm2.py collect out/
+    here    python scripts/train_smollm2.py join out/ results/
 
 `run --toy` makes everything tiny, to try the whole way on a CPU (`pack --num-prompts 16`).
 `--set NAME=VALUE ...` changes settings, those of `eyas train --help`; give the same to every `run`.

@@ -5,7 +5,7 @@ work lie in one folder there (--state), so that one call can go on where another
 
     here    python scripts/train_smollm2.py pack parcels --prompts train.jsonl.gz --eval eval.jsonl
     there   python scripts/train_smollm2.py receive parcels/1      # one parcel a call, if they are
-            python scripts/train_smollm2.py receive parcels/2      # too large for one
+            python scripts/train_smollm2.py receive parcels/2      # too large for one; and so on
             python scripts/train_smollm2.py run regenerate vocabulary
             python scripts/train_smollm2.py run train evaluate export
             python scripts/train_smollm2.py collect out/
@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 STATE = Path("/tmp/eyas-training")
 MODEL = "smollm2-135m"
 GGUF_PACKAGE = "gguf==0.19.0"
-PART_BYTES = 50 << 20  # of the model, a parcel
+PART_BYTES = 24 << 20  # of the model, a parcel: the tree travels with each
 RESULT_BYTES = 15 << 20  # of a file that comes back
 STOP_MARGIN = 25  # seconds between the last answer and the end of a call
 

@@ -1,13 +1,23 @@
 """Linear layers: merged parts, and the packed weight that must compute the same."""
 
+import itertools
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 from fixtures.tiny import full_forward, llama_config, tiny_target
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eyas.models import linear
-from eyas.models.linear import Linear, choose_cpu_layout, optimize_for_cpu, pack, run_packed
+from eyas.models.linear import (
+    Linear,
+    choose_cpu_layout,
+    optimize_for_cpu,
+    pack,
+    run_packed,
+    timing_sample,
+)
 
 CPU = "cpu"
 
@@ -141,23 +151,72 @@ def test_a_reorder_that_cannot_be_run_is_no_packing(monkeypatch: pytest.MonkeyPa
     assert pack(torch.ones(4, 4), 1) is None
 
 
-@needs_packing
-@pytest.mark.parametrize("slow", ["plain", "packed"])
-def test_the_faster_layout_is_chosen(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only moves within the slow one."""
-    now = [0.0]
+class Clock:
+    """Moves only within the timed products, by what `cost` says of each in turn."""
 
-    def ticking(function: object, ticks: float) -> object:
-        def call(*args: object) -> object:
-            now[0] += ticks
-            return function(*args)  # type: ignore[operator]
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.threads = 0.0, set[int]()
+        monkeypatch.setattr(linear.time, "thread_time", lambda: self.now)
+        self._patch = monkeypatch
+
+    def charge(self, *, plain: Iterator[float], packed: Iterator[float]) -> None:
+        self._patch.setattr(linear.F, "linear", self._ticking(F.linear, plain))
+        self._patch.setattr(linear, "run_packed", self._ticking(run_packed, packed))
+
+    def _ticking(self, function: Callable[..., Tensor], ticks: Iterator[float]) -> object:
+        def call(*args: Tensor) -> Tensor:
+            self.now += next(ticks)
+            self.threads.add(torch.get_num_threads())
+            return function(*args)
 
         return call
 
-    monkeypatch.setattr(linear.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(linear.F, "linear", ticking(F.linear, 2.0 if slow == "plain" else 1.0))
-    monkeypatch.setattr(linear, "run_packed", ticking(run_packed, 1.5))
-    assert choose_cpu_layout([randn(8, 8), randn(16, 8)], 2) == (slow == "plain")
+
+@needs_packing
+@pytest.mark.parametrize(
+    ("plain", "packed", "packs"),
+    [(2.0, 1.5, True), (1.0, 1.5, False), (1.0, 1.05, True)],
+    ids=["plain is slow", "packed is slow", "a near tie is packed"],
+)
+def test_the_faster_layout_is_chosen(
+    plain: float, packed: float, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    clock.charge(plain=itertools.repeat(plain), packed=itertools.repeat(packed))
+    assert choose_cpu_layout([randn(8, 8), randn(16, 8)], 2) == packs
+
+
+@needs_packing
+def test_bursts_of_other_work_decide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of five passes are hit, in the layout that is faster; the first pass is warm-up."""
+    clock = Clock(monkeypatch)
+    probes = [1.0]  # pack tries its result
+    clock.charge(
+        plain=itertools.repeat(2.0), packed=iter(probes + [50.0, 1.0, 90.0, 1.0, 90.0, 1.0])
+    )
+    assert choose_cpu_layout([randn(8, 8)], 2)
+
+
+@needs_packing
+def test_one_thread_is_timed_and_the_number_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        clock = Clock(monkeypatch)
+        clock.charge(plain=itertools.repeat(1.0), packed=itertools.repeat(1.0))
+        assert choose_cpu_layout([randn(8, 8)], 2)
+        assert clock.threads == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_timed_weights_have_every_shape_and_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "SAMPLE_BYTES", 1000)
+    monkeypatch.setattr(linear, "MAX_TIMED_BYTES", 512)
+    small, large = [randn(4, 16, seed=i) for i in range(8)], randn(100, 16)
+    sample = timing_sample([*small, large, large])
+    assert [tuple(w.shape) for w in sample] == [(4, 16)] * 4 + [(8, 16)]
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(sample[:4], small[:4], strict=True))
 
 
 def test_a_model_without_linears_is_left_alone() -> None:

@@ -5,15 +5,17 @@ Shape suffixes: T tokens, I in features, O out features.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-PackedLinear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+MIN_PLAIN_GAIN = 1.15  # packed time over plain time from which plain is taken
+SAMPLE_BYTES, MAX_TIMED_BYTES = 128 << 20, 16 << 20
 
 
 class Linear(nn.Module):
@@ -61,32 +63,65 @@ def pack(weight_OI: Tensor, num_rows: int) -> Tensor | None:
     return packed
 
 
-def choose_cpu_layout(weights: Sequence[Tensor], num_rows: int, *, repeats: int = 5) -> bool:
-    """Whether packing pays for these shapes at `num_rows` rows, by timing both, interleaved.
+def choose_cpu_layout(weights: Sequence[Tensor], num_rows: int, *, num_passes: int = 5) -> bool:
+    """Whether to pack weights of these shapes for `num_rows` rows: timed, packed unless plain is
+    clearly faster (MIN_PLAIN_GAIN). False where packing is not there.
 
-    weights: one [O, I] tensor of each distinct shape. Returns False where packing is not there.
+    weights: [O, I] each; a pass reads every one once in both layouts, one right after the other.
+    The median of the passes' ratios decides. The clock is the CPU time of one thread, which does
+    not run while the machine is busy with something else.
     """
-    pairs = []
+    ratios = []
+    with _one_thread():
+        layouts = []
+        for weight in weights:
+            packed = pack(weight, num_rows)
+            if packed is None:
+                return False
+            layouts.append((weight, packed, weight.new_ones(num_rows, weight.shape[1])))
+        for _ in range(num_passes + 1):
+            plain_seconds = packed_seconds = 0.0
+            for weight, packed, x in layouts:
+                start = time.thread_time()
+                F.linear(x, weight)
+                middle = time.thread_time()
+                run_packed(x, packed, None)
+                packed_seconds += time.thread_time() - middle
+                plain_seconds += middle - start
+            ratios.append(packed_seconds / plain_seconds)
+    return statistics.median(ratios[1:]) < MIN_PLAIN_GAIN  # the first pass warmed up
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Several threads wait for the slowest at each call's end: on a busy machine that is what
+    would be timed, and only in the layout whose kernel uses threads at these rows."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def timing_sample(weights: Iterable[Tensor]) -> list[Tensor]:
+    """One weight of each shape, and more in order until SAMPLE_BYTES, each cut to the output rows
+    that MAX_TIMED_BYTES hold.
+
+    In a model each weight comes from memory; a few small ones read again would come from a cache.
+    """
+    shapes, num_bytes, sample = set(), 0, []
     for weight in weights:
-        packed = pack(weight, num_rows)
-        if packed is None:
-            return False
-        pairs.append((weight, packed, weight.new_ones(num_rows, weight.shape[1])))
-    plain_times, packed_times = [], []
-    for _ in range(repeats + 1):  # the first warms up and is dropped
-        start = time.perf_counter()
-        for weight, _, x in pairs:
-            F.linear(x, weight)
-        middle = time.perf_counter()
-        for _, packed, x in pairs:
-            run_packed(x, packed, None)
-        plain_times.append(middle - start)
-        packed_times.append(time.perf_counter() - middle)
-    return statistics.median(packed_times[1:]) < statistics.median(plain_times[1:])
+        if weight.shape in shapes and num_bytes > SAMPLE_BYTES:
+            continue
+        shapes.add(weight.shape)
+        sample.append(weight[: max(MAX_TIMED_BYTES // weight[0].nbytes, 1)])
+        num_bytes += sample[-1].nbytes
+    return sample
 
 
 def optimize_for_cpu(model: nn.Module, num_rows: int) -> bool:
-    """Pack all CPU linears of a loaded model if that is faster at `num_rows` rows a forward.
+    """Pack all CPU linears of a loaded model unless that is slower at `num_rows` rows a forward.
 
     The packed weight replaces the plain one, so that none is held twice, except where an
     embedding is the same tensor (a tied head: both are needed). Call it when embeddings and heads
@@ -95,8 +130,8 @@ def optimize_for_cpu(model: nn.Module, num_rows: int) -> bool:
     linears = [m for m in model.modules() if isinstance(m, Linear)]
     embeddings = {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding)}
     linears = [m for m in linears if m.weight.device.type == "cpu"]
-    by_shape = {m.weight.shape: m.weight.data for m in linears}
-    if not linears or not choose_cpu_layout(list(by_shape.values()), num_rows):
+    sample = timing_sample(m.weight.data for m in linears)
+    if not sample or not choose_cpu_layout(sample, num_rows):
         return False
     for linear in linears:
         linear.packed = pack(linear.weight.data, num_rows)

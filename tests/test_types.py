@@ -79,3 +79,8 @@ def test_acceptance_length_is_tokens_a_round() -> None:
     assert math.isnan(output.acceptance_length)
     output.num_rounds, output.num_round_tokens = 2, 5
     assert output.acceptance_length == 2.5
+
+
+def test_a_bare_string_is_no_list_of_stops() -> None:
+    with pytest.raises(EyasError, match=r"write stop=\('END',\)"):
+        SamplingParams(stop="END")  # type: ignore[arg-type]

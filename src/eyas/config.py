@@ -8,7 +8,7 @@ from typing import Any, Literal
 # Targets with a draft that ships with Eyas: used unless another or none is asked for.
 DEFAULT_DRAFTS = {"smollm2-135m": "smollm2-135m-eagle3"}
 NO_DRAFT = "none"
-MAX_TREE_NODES = 64  # a row's ancestors are one int64 mask (D8)
+MAX_TREE_NODES = 64  # so that a row's ancestors fit one int64 mask (D8)
 
 
 class ConfigError(ValueError):
@@ -146,18 +146,31 @@ class EngineConfig:
                 raise ConfigError(f"{flag} needs a draft: add --draft, or leave {flag} out")
 
     def tree_shape(self) -> TreeShape:
-        """The shape of a speculative round; PLAIN without a draft or with K = 0."""
+        """The shape of a speculative round; PLAIN without a draft or with K = 0.
+
+        Raises ConfigError on a shape that cannot be.
+        """
         depth = self.num_speculative_tokens
         if depth is None:
             depth = 3 if self.draft_name is not None else 0
         if depth == 0:
+            if self.topk != 1 or self.num_tree_nodes not in (None, 1):
+                raise ConfigError(
+                    "--topk and --num-tree-nodes shape a tree, and --num-speculative-tokens 0 "
+                    "drafts none: leave them out"
+                )
             return PLAIN
-        whole = 1 + self.topk + (depth - 1) * self.topk**2
-        num_nodes = self.num_tree_nodes or min(whole, MAX_TREE_NODES)
+        num_nodes = self.num_tree_nodes
+        if num_nodes is None:
+            whole = 1 + self.topk + (depth - 1) * self.topk**2
+            num_nodes = min(whole, MAX_TREE_NODES)
         return TreeShape(depth, self.topk, num_nodes)
 
     def acceptance_rates(self) -> tuple[float, ...] | None:
-        """Simulated chance of each draft position given the one before; None: the real ones."""
+        """Simulated chance of each draft position given the one before; None: the real ones.
+
+        Raises ConfigError where they do not fit the tree's depth.
+        """
         given, depth = self.simulate_acceptance, self.tree_shape().depth
         if given is None:
             return None

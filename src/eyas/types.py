@@ -136,6 +136,8 @@ class SamplingParams:
             raise EyasError(f"logprobs must be between 0 and {MAX_LOGPROBS}, not {self.logprobs}")
         if any(token < 0 for token in self.stop_token_ids):
             raise EyasError("stop_token_ids must not be negative")
+        if isinstance(self.stop, str):
+            raise EyasError(f"stop must be a tuple of strings: write stop=({self.stop!r},)")
         if any(not text for text in self.stop):
             raise EyasError("stop strings must not be empty")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
@@ -182,7 +184,8 @@ class RequestOutput:
     after the prompt; num_round_tokens: tokens which they emitted (the prefill's own token is not
     among them), so that acceptance_length = num_round_tokens / num_rounds, the bonus included.
     accepted_counts: entry a counts the rounds which emitted a drafted tokens; it ends with the
-    largest a seen. num_cached_tokens: prompt tokens taken from the prefix cache.
+    largest a seen. num_cached_tokens: prompt tokens taken from the prefix cache. logprobs: one a
+    token, where asked for. error: text when finish_reason is ERROR.
     """
 
     request_id: str

@@ -166,7 +166,7 @@ class RoundRunner:
                 tokens_T.roll(-1).index_copy(0, last_B, next_B),
                 output.features_TF,
                 position_T,
-                slots_T=slots_B.repeat_interleave(lengths_B),
+                slots_T=slots_B.repeat_interleave(lengths_B, output_size=len(positions)),
                 valid_T=torch.ones_like(tokens_T, dtype=torch.bool),
                 slots_B=slots_B,
                 last_B=last_B,

@@ -23,8 +23,9 @@ NULL_PAGE, TRASH_PAGE, NUM_RESERVED_PAGES = 0, 1, 2
 class KVPool:
     """Keys and values of one model for all pages and slots.
 
-    num_pages counts the reserved pages; num_scratch_rows is per slot. The target's and the
-    draft's pools have the same page ids and page size.
+    num_pages counts the reserved pages, num_slots the trash slot; num_scratch_rows is per slot. The
+    target's and the draft's pools have the same page ids and page size. v_LRKD has no elements
+    where the value is part of the key (latent attention).
     """
 
     def __init__(

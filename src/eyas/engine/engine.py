@@ -44,7 +44,11 @@ class _Launch:
 
 
 class Engine:
-    """Serves requests on one worker. Not thread-safe: call it from one thread."""
+    """Serves requests on one worker. Not thread-safe: call it from one thread.
+
+    eos_token_ids: end a request unless it ignores them. chunk_tokens: prompt tokens prefilled
+    between two rounds. run_ahead: turns that stay unread when a step returns, 0 or 1.
+    """
 
     def __init__(
         self,
@@ -137,6 +141,11 @@ class Engine:
             raise EyasError(
                 f"{num_prompt} prompt tokens and max_tokens {max_new_tokens} exceed the model "
                 f"length of {self.max_model_len}: ask for at most {room} tokens"
+            )
+        if params.min_tokens > max_new_tokens:  # without max_tokens: up to the model length
+            raise EyasError(
+                f"min_tokens {params.min_tokens} does not fit: after {num_prompt} prompt tokens "
+                f"the model length of {self.max_model_len} leaves {room}"
             )
         usable = self.scheduler.allocator.num_usable
         needed = self.scheduler.num_pages(num_prompt + max_new_tokens)

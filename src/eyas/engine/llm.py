@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from eyas.config import ConfigError, EngineConfig
@@ -21,6 +21,8 @@ Prompt = str | Sequence[int]
 class LLM:
     """A model in this process. Settings are EngineConfig's fields.
 
+    draft: None takes the draft that ships with the target, if one does; "none" takes no draft.
+    progress: called with (stage, bytes done, bytes in all) while files are fetched and read.
     Raises ConfigError on unknown or contradictory settings and CheckError when target, draft,
     device and settings do not fit together; both before weights are read.
     """
@@ -40,6 +42,7 @@ class LLM:
         self.seconds = self._loaded.seconds
         self.tokenizer = self.engine.tokenizer = Tokenizer(self._loaded.folder)
         self._ids = itertools.count()
+        self._told: dict[str, list[StepOutput]] = {}  # by request, until its reader takes it
 
     def generate(
         self,
@@ -72,17 +75,41 @@ class LLM:
         if params.n > 1:
             raise EyasError("stream gives one answer: use generate for n > 1")
         request_id = str(next(self._ids))
-        self.engine.add(request_id, self._encode(prompt), params)
+        self._add(request_id, self._encode(prompt), params)
         text = self._text(params)
         try:
             while True:
-                for output in self.engine.step():
-                    if output.request_id == request_id:
-                        yield text.add(output.new_token_ids, output.finish_reason), output
-                        if output.finish_reason is not None:
-                            return
+                for output in self._take([request_id]):
+                    yield text.add(output.new_token_ids, output.finish_reason), output
+                    if output.finish_reason is not None:
+                        return
         finally:
-            self.engine.abort(request_id)
+            self._leave(request_id)
+
+    def _add(self, request_id: str, token_ids: Sequence[int], params: SamplingParams) -> None:
+        self.engine.add(request_id, token_ids, params)
+        self._told[request_id] = []
+
+    def _take(self, request_ids: Iterable[str]) -> list[StepOutput]:
+        """What became known of these requests; a turn of the engine if nothing has yet.
+
+        Several readers may take turns (streams side by side, an answer within a stream): each
+        turn moves all requests, so what it tells is kept for whoever waits for it.
+        """
+        ids = list(request_ids)
+        if not any(self._told[one] for one in ids):
+            for output in self.engine.step():
+                if output.request_id in self._told:
+                    self._told[output.request_id].append(output)
+        found: list[StepOutput] = []
+        for one in ids:
+            found += self._told[one]
+            self._told[one] = []
+        return found
+
+    def _leave(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+        self._told.pop(request_id, None)
 
     def _text(self, params: SamplingParams) -> AnswerText:
         return AnswerText(self.tokenizer, params.stop, stop_ids=self.engine.stop_ids(params))
@@ -99,24 +126,23 @@ class LLM:
                 token_ids = self._encode(prompt)
                 for index, answer in enumerate(_answers(one)):
                     request_id = str(next(self._ids))
-                    self.engine.add(request_id, token_ids, answer)
+                    self._add(request_id, token_ids, answer)
                     output = RequestOutput(
                         request_id, token_ids, [], "", FinishReason.ABORT, index=index
                     )
                     requests[request_id] = output, answer
             while requests:
-                for step in self.engine.step():
-                    if step.request_id not in requests:
-                        continue
+                for step in self._take(requests):
                     output, answer = requests[step.request_id]
                     output.token_ids += step.new_token_ids
                     output.logprobs += step.logprobs
                     if step.finish_reason is not None:
                         del requests[step.request_id]
+                        self._leave(step.request_id)
                         yield self._finish(output, answer, step)
         finally:
             for request_id in requests:
-                self.engine.abort(request_id)
+                self._leave(request_id)
 
     def _finish(
         self, output: RequestOutput, params: SamplingParams, step: StepOutput

@@ -34,7 +34,8 @@ from eyas.models.registry import target_class
 
 @dataclasses.dataclass(frozen=True)
 class LoadedEngine:
-    """A ready engine. seconds: by stage (check, load, build), in order; folder: the target's."""
+    """A ready engine. seconds: by stage (resolve, check, load, build), in order; folder: the
+    target's."""
 
     engine: Engine
     report: CheckReport
@@ -57,7 +58,8 @@ def resolve_folders(
 
 
 def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> LoadedEngine:
-    """Check, then load. Raises CheckError with all findings before any weight is read."""
+    """Check, then load. Raises CheckError with all findings before any weight is read, and
+    EyasError for a model that cannot be found."""
     clock = _Clock()
     config = resolve_folders(config, progress=progress)
     clock.lap("resolve")
@@ -171,7 +173,7 @@ def load_draft(
 
 
 def choose_layouts(target: nn.Module, draft: nn.Module | None, shape: WorkerShape) -> None:
-    """Pack the linears on a CPU where that is faster at the rows of a round of one request."""
+    """Pack the linears on a CPU unless that is slower at the rows of a round of one request."""
     optimize_for_cpu(target, shape.tree.num_nodes)
     if draft is not None:
         optimize_for_cpu(draft, shape.tree.topk)

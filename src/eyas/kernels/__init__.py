@@ -1,7 +1,8 @@
 """Device kernels. Callers use this package's names; which implementation runs is decided here.
 
-`reference` holds the torch implementation of every kernel, on any device: the oracle of each other
-one. `dispatch` lets `native` (C, for few rows on a CPU) take what it serves.
+`reference`, `sampling` and `moe` (products by expert, imported by its own name) are torch, on any
+device: the oracle of each other implementation. `dispatch` lets `native` (C, for few rows on a
+CPU) take what it serves.
 """
 
 from eyas.kernels.dispatch import (

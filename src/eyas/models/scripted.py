@@ -34,7 +34,7 @@ class ScriptedDraft:
     ) -> None:
         self._sequences = [tuple(sequence) for sequence in sequences]
         longest = max((len(s) for s in self._sequences), default=0)
-        self._script_SP = torch.zeros(num_slots, longest + 130, dtype=torch.int64, device=device)
+        self._script_SP = torch.zeros(num_slots, longest + 1, dtype=torch.int64, device=device)
         self._ids_V = torch.arange(vocab_size, device=device)
 
     @property

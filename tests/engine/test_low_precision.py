@@ -19,7 +19,7 @@ from eyas.types import SamplingParams
 
 # Logits are up to 40 here, so that neighbours among bfloat16 values are up to 0.25 apart.
 BOUND = 0.5
-GREEDY = SamplingParams(temperature=0, max_tokens=150)
+GREEDY = SamplingParams(temperature=0, max_tokens=100)
 
 
 @pytest.fixture(scope="module")

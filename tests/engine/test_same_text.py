@@ -118,17 +118,18 @@ def test_alone_with_a_draft(w: World, kind: str, shape: str) -> None:
     assert rounds(answers) == rounds(usual(kind, shape)[::3])
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 10_000])
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 10_000])  # and 64 in all other tests
 @KIND
 def test_prefill_chunks(w: World, kind: str, chunk_tokens: int) -> None:
     """Nor do the draft's states differ: the rounds are the same (trap 13)."""
     c = cases(kind)
+    chosen = range(1, 9) if chunk_tokens == 1 else range(12)
     engine = make_engine(
         w.target, w.draft, worker_shape(TREE), chunk_tokens=chunk_tokens, run_ahead=1
     )
-    answers = ask(engine, c.prompts, c.params)
-    c.check(answers)
-    assert rounds(answers) == rounds(usual(kind, "pruned tree"))
+    answers = ask(engine, [c.prompts[i] for i in chosen], [c.params[i] for i in chosen])
+    dataclasses.replace(c, plain=[c.plain[i] for i in chosen]).check(answers)
+    assert rounds(answers) == [usual(kind, "pruned tree")[i].rounds for i in chosen]
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])

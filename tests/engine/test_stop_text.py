@@ -13,7 +13,7 @@ import pytest
 from fixtures.sampling_world import Answer, ask, same_logprobs
 from fixtures.scripted_target import Pieces, scripted_engine
 from fixtures.tiny_pair import VOCAB_SIZE, write_pair
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from eyas import LLM
@@ -238,7 +238,12 @@ def first_stop(tokens: list[int], stop: list[str], min_tokens: int) -> tuple[int
     return None
 
 
-@settings(derandomize=True, deadline=None, max_examples=400)
+@settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=300,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(tokens=TOKENS, stop=STOPS, cuts=CUTS, min_tokens=st.integers(0, 6))
 def test_matcher_and_text_against_decoding_every_beginning(
     tokens: list[int], stop: list[str], cuts: list[int], min_tokens: int

@@ -76,11 +76,11 @@ def test_the_joint_law_of_three_tokens(shape: TreeShape) -> None:
 
 def test_every_shape_says_the_same() -> None:
     """Not only the law is equal: so is each answer, under every option (D9)."""
-    seeds = torch.arange(600) - 300
+    seeds = torch.arange(300) - 150
     for params in [*PARAMS.values(), EVERYTHING]:
         plain, accepted = first_tokens(params, PLAIN, num_steps=6, seeds=seeds)
         assert accepted == 0
-        for shape in (CHAIN, TREE, DEEP, TreeShape(4, 3, 12)):
+        for shape in (CHAIN, TREE, TreeShape(4, 3, 12)):
             tokens, accepted = first_tokens(params, shape, num_steps=6, seeds=seeds)
             assert torch.equal(tokens, plain)
             assert accepted > 0.1

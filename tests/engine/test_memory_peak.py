@@ -14,7 +14,7 @@ from eyas.config import EngineConfig
 from eyas.engine import load
 from eyas.engine.memory_plan import MemoryPlan
 from eyas.engine.worker import Worker
-from eyas.kernels import SamplingMode
+from eyas.kernels import SamplingMode, native
 from eyas.speculative.round import PrefillChunk
 from eyas.speculative.state import SlotSettings, sampling_mode
 from eyas.types import SamplingParams
@@ -30,8 +30,8 @@ EVERY_OPTION = SamplingParams(
     min_tokens=3,
     logprobs=5,
 )
-# Each is dominated by something else: (settings, target, draft). Attention is large enough to be
-# left to torch by the kernels for few rows, as it is at the limits of any real model.
+# Each is dominated by something else: (settings, target, draft). Attention is left to torch, as it
+# is at the limits of any real model: the kernels for few rows gather nothing and need less.
 WIDE = {"hidden_size": 128, "intermediate_size": 384, "num_layers": 7}
 HEADS = {"num_heads": 16, "num_kv_heads": 4, "head_dim": 128}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] = {
@@ -189,7 +189,8 @@ def test_parts_are_what_a_worker_holds(
 def test_the_peak_is_within_five_percent_of_the_plan(
     name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(native, "max_attention_work", lambda: 0)
     worker, plan = load_case(name, dtype, tmp_path, monkeypatch)
     chunk_tokens = CASES[name][0].get("prefill_chunk_tokens", 512)
     peak = sum(resident_bytes(worker).values()) + run_to_the_limits(worker, chunk_tokens)
-    assert 0.95 * plan.total_bytes <= peak <= 1.01 * plan.total_bytes
+    assert 0.95 * plan.total_bytes <= peak <= 1.05 * plan.total_bytes

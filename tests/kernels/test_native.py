@@ -225,7 +225,7 @@ HEADS = [(9, 3, 64, 64), (4, 4, 24, 16), (8, 1, 128, 128), (6, 2, 80, 80), (2, 2
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
 def test_attention(heads: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    shapes = [(1, 1, 1), (1, 1, 16), (2, 1, 33), (3, 5, 47), (1, 16, 130), (1, 70, 70), (2, 1, 700)]
+    shapes = [(1, 1, 1), (1, 1, 16), (2, 1, 33), (3, 5, 47), (1, 16, 130), (1, 64, 70), (2, 1, 700)]
     for seed, shape in enumerate(shapes):
         q_THD, read_BS, bias_BQS, cache = attention_case(shape, heads, dtype, seed)
         attend = kernels.plan_attention(q_THD, read_BS.view(-1), bias_BQS, cache)
@@ -263,6 +263,15 @@ def test_large_attention_is_left_to_torch() -> None:
         q_THD = torch.zeros(num_queries, 8, 64)
         read_T = torch.zeros(2048, dtype=torch.int64)
         plan = kernels.plan_attention(q_THD, read_T, bias_BQS, cache)
+        assert (plan is not None) == served
+
+
+@pytest.mark.usefixtures("library")
+def test_attention_of_a_prompt_chunk_is_left_to_torch() -> None:
+    cache = (torch.zeros(4, 1, 8), torch.zeros(4, 1, 8))
+    for num_queries, served in ((64, True), (65, False)):
+        bias_BQS, q_THD = torch.zeros(1, num_queries, 4), torch.zeros(num_queries, 1, 8)
+        plan = kernels.plan_attention(q_THD, torch.arange(4), bias_BQS, cache)
         assert (plan is not None) == served
 
 

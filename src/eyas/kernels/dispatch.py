@@ -74,6 +74,8 @@ def plan_attention(
     q_THD: Tensor, read_T: Tensor, bias_BQS: Tensor, cache: tuple[Tensor, Tensor]
 ) -> native.FewRowsAttention | None:
     """Attention that gathers nothing, or None where the reference is as good or better."""
+    if bias_BQS.shape[1] > native.MAX_QUERIES:  # a prompt chunk: torch's threads pay there
+        return None
     width = q_THD.shape[1] * (q_THD.shape[2] + cache[1].shape[2])
     if bias_BQS.numel() * width > native.max_attention_work() or not native.accepts(q_THD):
         return None

@@ -21,6 +21,7 @@ from torch import Tensor
 from eyas.kernels.native_build import NativeLibrary
 
 # One pass by one thread against several passes by all: measured even at about this many elements.
+MAX_QUERIES = 64  # rows of a request: a tree's, not a prompt chunk's
 MAX_ELEMENTS = 1 << 19
 # The exponentials of silu take time of their own, which two threads halve.
 MAX_GATED_ELEMENTS = 1 << 16

@@ -109,7 +109,7 @@ def test_greedy_is_the_limit_of_small_temperatures() -> None:
     greedy = dataclasses.replace(EVERYTHING, temperature=0.0)
     expected, _ = first_tokens(greedy, TREE, num_steps=6, seeds=seeds)
     assert (expected == expected[0]).all()
-    for temperature in (1e-3, 1e-6, 1e-20, 1e-30):
+    for temperature in (1e-3, 1e-6, 1e-20, 1e-30, 1e-38, 1e-40, 1e-50):
         cold = dataclasses.replace(EVERYTHING, temperature=temperature)
         tokens, _ = first_tokens(cold, TREE, num_steps=6, seeds=seeds)
         assert torch.equal(tokens, expected)

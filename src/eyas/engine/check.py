@@ -172,6 +172,14 @@ class _Check:
             return
         checkpoint = reading.checkpoint
         is_comparable = report_dtype("draft", draft.decoder, checkpoint, self.dtype, self.findings)
+        if self.config.topk > draft.draft_vocab_size:
+            self.findings.error(
+                "settings",
+                "topk-above-draft-vocabulary",
+                f"--topk {self.config.topk} asks for more candidates than the draft's vocabulary "
+                f"has tokens ({draft.draft_vocab_size})",
+                f"use --topk {draft.draft_vocab_size} or less",
+            )
         self.facts["draft"] = describe_draft(draft)
         self.facts["boundaries"] = f"{list(draft.boundaries)}: {draft.boundary_rule}"
         self.draft.model = self._build("draft", Eagle3Draft, draft, interface=Draft)

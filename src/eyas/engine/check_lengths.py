@@ -6,6 +6,8 @@ from eyas.models.config import DraftConfig, ModelConfig
 from eyas.models.findings import Findings
 from eyas.models.target_config import position_limit
 
+MIN_MODEL_LEN = 2  # one token of prompt and one of answer
+
 
 def report_lengths(
     target: ModelConfig,
@@ -27,6 +29,13 @@ def report_lengths(
             f"--max-model-len {asked} is above the {limit} positions of the target's rotary "
             "embedding",
             f"use at most {limit}, or a config.json with a rope scaling that reaches further",
+        )
+    if served < MIN_MODEL_LEN:
+        findings.error(
+            "settings",
+            "model-length",
+            f"a model length of {served} has no room for a prompt and an answer",
+            f"set --max-model-len to {MIN_MODEL_LEN} at least",
         )
     text = f"target {_describe(target, served)}"
     _report_window("target", target, served, findings)

@@ -29,7 +29,7 @@ class Tokenizer:
 
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder))
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # broken files make transformers raise anything
             raise EyasError(
                 f"{folder} has no tokenizer that can be read ({error}): copy the model's "
                 "tokenizer.json and tokenizer_config.json there"

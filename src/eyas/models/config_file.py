@@ -54,7 +54,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise EyasError(f"{path} is a Git-LFS pointer and not the file: run `git lfs pull`")
     try:
         data = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EyasError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise EyasError(f"{path} holds a {type(data).__name__} instead of an object")

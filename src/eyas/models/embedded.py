@@ -99,9 +99,13 @@ def resolve_model(name: str, *, weights: bool = True, progress: Progress | None 
     Raises ModelResolutionError when there is no such model, or no way to it from here.
     """
     folder = Path(name).expanduser()
-    if name and folder.is_dir():
+    try:
+        is_folder, is_file = bool(name) and folder.is_dir(), folder.is_file()
+    except OSError as error:  # a name too long for a file, say
+        raise ModelResolutionError(f"no model {name[:80]!r}: {error.strerror}") from None
+    if is_folder:
         return folder
-    if folder.is_file():
+    if is_file:
         raise ModelResolutionError(f"{name} is a file; give the folder that holds its config.json")
     if name in SHIPPED_DRAFTS:
         return Path(__file__).parent / "drafts" / name

@@ -65,9 +65,13 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
     Raises CheckpointError when the file is truncated, is no safetensors file, or when its ranges
     overlap, leave gaps or do not fit its size, shapes and dtypes.
     """
-    size = path.stat().st_size
-    header, data_start = _read_json_header(path, size)
-    header.pop("__metadata__", None)
+    try:
+        size = path.stat().st_size
+        header, data_start = _read_json_header(path, size)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if not isinstance(header.pop("__metadata__", {}), dict):
+        raise CheckpointError(f"{path} has a broken header: its __metadata__ is not an object")
     infos = [_read_entry(path, name, entry, data_start) for name, entry in header.items()]
     infos.sort(key=lambda info: (info.offset or 0, info.num_bytes))
     position = data_start
@@ -119,7 +123,7 @@ def _read_json_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
         raw = file.read(length)
     try:
         header = json.loads(raw, object_pairs_hook=_refuse_duplicates)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} has a broken header: {error}") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path} has a broken header: it is not an object")

@@ -18,6 +18,8 @@ from eyas.types import MAX_LOGIT_BIAS, SamplingParams
 
 MAX_STOP_IDS = 32
 NO_DRAFT_LIMIT = 2**31
+# Far below where fp32 logits drown the noise; smaller ones would overflow the quotient (design D9).
+MIN_TEMPERATURE = 1e-30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +118,8 @@ class SlotState:
         self.seed_S[slot] = settings.seed
         self.max_draft_S[slot] = NO_DRAFT_LIMIT if params.speculation else 0
         self._fill(self.stop_ids_SM, slot, settings.stop_ids, -1)
-        self.temperature_S[slot] = params.temperature
+        is_greedy = params.temperature < MIN_TEMPERATURE
+        self.temperature_S[slot] = 0.0 if is_greedy else params.temperature
         mode = sampling_mode(params)
         self.top_k_S[slot], self.top_p_S[slot] = params.top_k, params.top_p
         self.min_p_S[slot] = params.min_p

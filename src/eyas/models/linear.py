@@ -124,8 +124,9 @@ def optimize_for_cpu(model: nn.Module, num_rows: int) -> bool:
     """Pack all CPU linears of a loaded model unless that is slower at `num_rows` rows a forward.
 
     The packed weight replaces the plain one, so that none is held twice, except where an
-    embedding is the same tensor (a tied head: both are needed). Call it when embeddings and heads
-    have been shared out, as it empties `weight`. Returns whether it packed.
+    embedding is the same tensor (a tied head: both are needed). A head that two models share is
+    packed once for each. Call it when embeddings and heads have been shared out, as it empties
+    `weight`. Returns whether it packed.
     """
     linears = [m for m in model.modules() if isinstance(m, Linear)]
     embeddings = {m.weight.data_ptr() for m in model.modules() if isinstance(m, nn.Embedding)}

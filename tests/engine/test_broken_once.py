@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from fixtures.checkpoints import DraftShape, write_draft
-from fixtures.tiny import make_engine, random_prompts, run, tiny_target
+from fixtures.sampling_world import ask
+from fixtures.tiny import llama_config, make_engine, random_prompts, run, tiny_target
 from fixtures.tiny_pair import VOCAB_SIZE, write_pair
 
 from eyas.config import EngineConfig
@@ -83,6 +84,14 @@ def test_the_coldest_temperatures_are_greedy(temperature: float, top_k: int) -> 
     greedy = SamplingParams(temperature=0, max_tokens=8)
     want = [answer.tokens for answer in run(engine, prompts, [greedy] * 2)]
     assert [answer.tokens for answer in run(engine, prompts, [cold] * 2)] == want
+
+
+def test_more_logprobs_than_tokens() -> None:
+    """The whole vocabulary is reported; the round failed, and every request with it."""
+    engine = make_engine(tiny_target(llama_config(vocab_size=10)))
+    params = SamplingParams(temperature=0, logprobs=20, max_tokens=3)
+    (answer,) = ask(engine, [[1, 2]], [params])
+    assert [len(one.top) for one in answer.logprobs] == [10] * 3
 
 
 @pytest.mark.parametrize("min_tokens", [61, 2**70])

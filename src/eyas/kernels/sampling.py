@@ -109,11 +109,11 @@ def token_logprobs(logits_RV: Tensor, chosen_R: Tensor, num_top: int) -> tuple[T
     """Log-probabilities under the model's own distribution, before any processor.
 
     Returns (ids [R, 1 + num_top] int64, values [R, 1 + num_top] fp32): the chosen token first,
-    then the most probable ones.
+    then the most probable ones; as many as there are where the vocabulary is smaller.
     """
     logprob_RV = logits_RV.float().log_softmax(-1)
     chosen_R1 = chosen_R[:, None]
-    value_RT, id_RT = logprob_RV.topk(num_top, dim=-1)
+    value_RT, id_RT = logprob_RV.topk(min(num_top, logits_RV.shape[1]), dim=-1)
     return (
         torch.cat((chosen_R1, id_RT), dim=1),
         torch.cat((logprob_RV.gather(1, chosen_R1), value_RT), dim=1),

@@ -267,5 +267,5 @@ def _with_logprobs(
     ids, values = kernels.token_logprobs(
         logits_TV.index_select(0, row_T), emitted_BE.reshape(-1), mode.num_logprobs
     )
-    shape = (*emitted_BE.shape, 1 + mode.num_logprobs)
+    shape = (*emitted_BE.shape, ids.shape[1])
     return RoundOutput(packed, ids.view(shape), values.view(shape))

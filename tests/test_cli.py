@@ -30,7 +30,8 @@ SAMPLING = (
 SURFACE = {
     "demo": "--prompt --max-tokens --draft",
     "generate": f"{ENGINE} {SAMPLING} --prompt --chat/--no-chat",
-    "serve": f"{ENGINE} --host --port --served-model-name --api-key --log-format --drain-seconds",
+    "serve": f"{ENGINE} --host --port --served-model-name --api-key --log-format --drain-seconds "
+    "--allow-simulated-acceptance",
     "train": "target --out --prompts --eval-prompts --stage --num-prompts --self-prompts "
     "--num-validation --max-prompt-tokens --max-new-tokens --greedy-share --min-temperature "
     "--max-temperature --shard-size --draft-vocab-size --boundaries --eval-tokens --chain "

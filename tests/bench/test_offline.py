@@ -215,6 +215,7 @@ def test_too_few_new_tokens_to_time(pair: tuple[str, str]) -> None:
         ({"batch_sizes": (1, 4), "num_prompts": 6}, "a multiple of every --batch"),
         ({"random_prompts": True, "prompts_file": Path("p")}, "exclude each other"),
         ({"random_prompts": True, "engine": EngineConfig(model="m", draft="d")}, "leave one of"),
+        ({"random_prompts": True, "engine": EngineConfig(model="smollm2-135m")}, "--draft none"),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, object], message: str) -> None:

@@ -16,16 +16,20 @@ from eyas.types import SamplingParams
 def test_flags_arrive_as_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Any] = []
 
-    def serve(config: EngineConfig, **settings: object) -> int:
+    def serve(config: EngineConfig, settings: dict[str, object]) -> int:
         served.append((config, settings))
         return 3
 
     module = types.ModuleType("eyas.server.launch")
     module.serve = serve  # type: ignore[attr-defined]
+    module.ServerSettings = dict  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "eyas.server.launch", module)
     monkeypatch.setattr("eyas.server.launch", module, raising=False)
+    refused = run(*"serve big --draft small --simulate-acceptance 2.5".split())
+    assert refused.code == 1 and "--allow-simulated-acceptance" in refused.err and not served
     ran = run(
-        *"serve big --draft small --draft-boundaries 2,15,27 --no-draft-norm-output --topk 2 "
+        *"serve big --allow-simulated-acceptance --draft small --draft-boundaries 2,15,27 "
+        "--no-draft-norm-output --topk 2 "
         "--dtype float16 --kv-cache-tokens 4096 --no-prefix-caching --simulate-acceptance 2.5 "
         "--host 0.0.0.0 --port 81 --served-model-name name".split()
     )
@@ -41,12 +45,15 @@ def test_flags_arrive_as_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         prefix_caching=False,
         simulate_acceptance=(2.5,),
     )
-    assert served == [(config, {"host": "0.0.0.0", "port": 81, "served_model_name": "name"})]
+    ((seen, settings),) = served
+    assert seen == config
+    assert (settings["host"], settings["port"]) == ("0.0.0.0", 81)
+    assert settings["served_model_name"] == "name"
     run("serve", "big")
-    assert served[1] == (
-        EngineConfig(model="big"),
-        {"host": "127.0.0.1", "port": 8000, "served_model_name": None},
-    )
+    seen, settings = served[1]
+    assert seen == EngineConfig(model="big")
+    assert (settings["host"], settings["port"]) == ("127.0.0.1", 8000)
+    assert settings["served_model_name"] is None
 
 
 def test_every_setting_has_a_flag_and_a_text() -> None:

@@ -90,10 +90,10 @@ class OfflineSettings:
         if self.random_prompts and self.prompts_file is not None:
             raise ConfigError("--random-prompts and --prompts exclude each other: leave one out")
         is_real = self.engine.simulate_acceptance is None
-        if self.random_prompts and self.engine.draft is not None and is_real:
+        if self.random_prompts and self.engine.draft_name is not None and is_real:
             raise ConfigError(
-                "a draft's acceptance on --random-prompts says nothing: leave one of them out, or "
-                "set the acceptance with --simulate-acceptance"
+                "a draft's acceptance on --random-prompts says nothing: leave one of them out "
+                "(--draft none), or set the acceptance with --simulate-acceptance"
             )
 
     def prompts_of(self, batch_size: int) -> int:

@@ -65,11 +65,12 @@ def _compare(llm: LLM, prompt_token_ids: list[int], params: SamplingParams) -> N
             if not answers:  # a round's last token is the target's own choice
                 console.print(Text(detokenizer.add(last.new_token_ids[:-1]), "green"), end="")
                 console.print(Text(detokenizer.add(last.new_token_ids[-1:])), end="")
+        if not answers:
+            console.print()
+            _print_stats("Green: drafted, and accepted by the target. Now without the draft ...")
         answers.append(answer)
         rounds = (last.num_rounds, last.num_round_tokens)
         lines.append(f"{name + ':':16}{describe_speed(clock.rates(), rounds, drafts=True)}")
-    console.print()
-    _print_stats("Green: drafted, and accepted by the target.")
     for line in lines:
         _print_stats(line)
     _print_stats(_describe_same(*answers))
@@ -79,7 +80,10 @@ def _describe_same(drafted: list[int], plain: list[int]) -> str:
     if drafted == plain:
         return "Both gave the same text."
     same = next(i for i, (a, b) in enumerate(zip(drafted, plain, strict=False)) if a != b)
-    return f"The texts part at token {same}, where rounding in bf16 decides between near ties."
+    return (
+        f"The texts part at token {same}: in bfloat16 rounding depends on how many rows run at "
+        "once, and may decide between two tokens of nearly the same logit."
+    )
 
 
 @engine_flags()

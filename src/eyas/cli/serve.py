@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from eyas.cli.flags import engine_flags
-from eyas.config import EngineConfig
+from eyas.config import ConfigError, EngineConfig
 
 
 @engine_flags()
@@ -31,8 +31,20 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="For running requests to end after a signal.")
     ] = 10.0,
+    allow_simulated_acceptance: Annotated[
+        bool,
+        typer.Option(
+            "--allow-simulated-acceptance",
+            help="Serve with --simulate-acceptance: answers are not the model's.",
+        ),
+    ] = False,
 ) -> int:
     """Check, load and serve a model over an OpenAI-compatible API."""
+    if config.simulate_acceptance is not None and not allow_simulated_acceptance:
+        raise ConfigError(
+            "with --simulate-acceptance the answers are not the model's: leave it out, or add "
+            "--allow-simulated-acceptance to serve them all the same"
+        )
     from eyas.server import launch  # heavy: FastAPI, and torch behind it
 
     settings = launch.ServerSettings(

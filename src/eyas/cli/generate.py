@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from eyas.engine.llm import LLM
 
 DEMO_MODEL = "smollm2-135m"
-DEMO_PROMPT = "Explain in three sentences how a falcon hunts."
+DEMO_PROMPT = "What are the benefits of reading books?"
 
 
 def demo(

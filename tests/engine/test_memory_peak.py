@@ -1,6 +1,6 @@
 """The memory plan against a worker that runs at its limits: parts exact, the peak within 5 %."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +185,17 @@ def test_parts_are_what_a_worker_holds(
         assert getattr(plan, part) == size, part
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch's attention keeps a block of scores a thread: much beside these tiny models, nothing
+    beside a real one, and left to the plan's headroom."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", list(CASES))
 def test_the_peak_is_within_five_percent_of_the_plan(
     name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -193,4 +204,4 @@ def test_the_peak_is_within_five_percent_of_the_plan(
     worker, plan = load_case(name, dtype, tmp_path, monkeypatch)
     chunk_tokens = CASES[name][0].get("prefill_chunk_tokens", 512)
     peak = sum(resident_bytes(worker).values()) + run_to_the_limits(worker, chunk_tokens)
-    assert 0.95 * plan.total_bytes <= peak <= 1.05 * plan.total_bytes
+    assert 0.95 * plan.total_bytes <= peak <= 1.02 * plan.total_bytes

@@ -6,6 +6,8 @@ import pytest
 
 from eyas.models.embedded import resolve_model
 
+pytest_plugins = ("fixtures.interpreter",)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests/gpu where there is no CUDA device."""

@@ -24,8 +24,9 @@ from eyas.types import SamplingParams
 
 OPTIONS = (
     "--num-validation 4 --max-prompt-tokens 64 --max-new-tokens 24 --shard-size 8 "
-    "--draft-vocab-size 64 --eval-tokens 12 --tree 3,2,8 --chain 2 --max-length 128 "
-    "--tokens-per-step 512 --tokens-per-batch 512 --num-steps 4 --checkpoint-every 2 "
+    "--draft-vocab-size 64 --draft-intermediate-size 48 --eval-tokens 12 --tree 3,2,8 "
+    "--chain 2 --max-length 128 --tokens-per-step 512 --tokens-per-batch 512 --num-steps 4 "
+    "--checkpoint-every 2 "
     "--log-every 1 --num-draft-steps 2 --device cpu"
 )
 
@@ -74,6 +75,7 @@ def test_it_makes_a_draft_that_serves(trained: tuple[Folder, str]) -> None:
     draft = folder.out / "draft"
     config = read_draft_config(draft, read_target_config(folder.target))
     assert (config.format, config.draft_vocab_size) == ("specforge", 64)
+    assert config.decoder.intermediate_size == 48
     prompts = ["question", "answer the"]
     params = SamplingParams(max_tokens=20, temperature=0)
     plain = LLM(str(folder.target), device="cpu").generate(prompts, params)

@@ -31,12 +31,15 @@ def design_draft(
     draft_vocab_size: int,
     *,
     boundaries: tuple[int, ...] | None = None,
+    intermediate_size: int | None = None,
     fc_norm: bool = False,
     norm_output: bool = False,
 ) -> DraftConfig:
     """One layer of the target's own sizes, reading the usual boundaries; a plain Llama layer (no
     biases, experts or latent attention) whatever the target is, as every engine can load that.
 
+    intermediate_size: width of its MLP, None for the target's. Of a small model most bytes are the
+    head's: fewer tokens and a wider MLP may then foretell more at the same cost.
     fc_norm, norm_output: EAGLE-3.1's norms of each captured state and of what is fed back, which
     keep large residual streams in hand; engines before mid-2026 do not know them.
     """
@@ -50,7 +53,7 @@ def design_draft(
         architecture="LlamaForCausalLMEagle3",
         model_type="llama",
         hidden_size=target.hidden_size,
-        intermediate_size=target.intermediate_size,
+        intermediate_size=intermediate_size or target.intermediate_size,
         num_layers=1,
         num_heads=target.num_heads,
         num_kv_heads=num_kv_heads,

@@ -256,7 +256,12 @@ class Pipeline:
         target.requires_grad_(False)
         result = train(
             cast(Target, target),
-            design_draft(self.config, len(kept_ids), boundaries=settings.boundaries),
+            design_draft(
+                self.config,
+                len(kept_ids),
+                boundaries=settings.boundaries,
+                intermediate_size=settings.draft_intermediate_size,
+            ),
             kept_ids=kept_ids,
             records=read_rows(self.files.data),
             settings=self.task.training,

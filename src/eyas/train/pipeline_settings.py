@@ -46,6 +46,9 @@ class PipelineSettings:
     draft_vocab_size: int | None = _setting(
         None, "Tokens that the draft can propose (default: a third of the target's, 32000 at most)."
     )
+    draft_intermediate_size: int | None = _setting(
+        None, "Width of the draft's MLP (default: the target's)."
+    )
     boundaries: tuple[int, ...] | None = _setting(
         None, "Target boundaries that the draft reads, for example 2,15,27 (default: the usual)."
     )
@@ -77,6 +80,10 @@ class PipelineSettings:
             raise EyasError("num_validation must be at least 1 and self_prompts not negative")
         if self.batch_size is not None and self.batch_size < 1:
             raise EyasError(f"batch_size must be at least 1, not {self.batch_size}")
+        if self.draft_intermediate_size is not None and self.draft_intermediate_size < 1:
+            raise EyasError(
+                f"draft_intermediate_size must be at least 1, not {self.draft_intermediate_size}"
+            )
         if len(self.tree) != 3:
             raise EyasError("a tree is three numbers: levels, children a beam, nodes, like 6,8,32")
         self.template_variables()

@@ -32,8 +32,8 @@ SURFACE = {
     "generate": f"{ENGINE} {SAMPLING} --prompt --chat/--no-chat",
     "serve": f"{ENGINE} --host --port --served-model-name --api-key --log-format --drain-seconds "
     "--allow-simulated-acceptance",
-    "train": "target --out --prompts --eval-prompts --stage --num-prompts --self-prompts --num-validation "
-    "--max-prompt-tokens --max-new-tokens --greedy-share --min-temperature "
+    "train": "target --out --prompts --eval-prompts --stage --num-prompts --self-prompts "
+    "--num-validation --max-prompt-tokens --max-new-tokens --greedy-share --min-temperature "
     "--max-temperature --shard-size --draft-vocab-size --draft-intermediate-size "
     "--boundaries --eval-tokens --chain --tree --temperatures --format --device --dtype "
     "--batch-size --template-settings --num-epochs --num-steps --num-draft-steps "

@@ -29,7 +29,9 @@ from eyas.models.eagle3 import Eagle3Draft
 from eyas.models.embedded import Progress, resolve_model
 from eyas.models.linear import optimize_for_cpu
 from eyas.models.loader import load_weights
+from eyas.models.random_weights import fill_random
 from eyas.models.registry import target_class
+from eyas.types import EyasError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +59,17 @@ def resolve_folders(
     return dataclasses.replace(config, model=str(model), draft=draft)
 
 
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """Target and draft with their weights (draft: None for plain decoding), ready to be built
+    into an engine."""
+
+    target: nn.Module
+    draft: Eagle3Draft | None
+    dtype: torch.dtype
+    device: torch.device
+
+
 def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> LoadedEngine:
     """Check, then load. Raises CheckError with all findings before any weight is read, and
     EyasError for a model that cannot be found."""
@@ -66,10 +79,22 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
     report = run_check(config)
     report.raise_on_errors()
     clock.lap("check")
+    models = load_models(config, report, progress=progress)
+    clock.lap("load")
+    engine = build_engine(config, report, models)
+    clock.lap("build")
+    return LoadedEngine(engine, report, Path(config.model), clock.seconds)
+
+
+def load_models(
+    config: EngineConfig, report: CheckReport, *, progress: Progress | None = None
+) -> Models:
+    """Both models with the weights of their folders. report: of the same settings, without
+    errors."""
     assert report.target is not None and report.plan is not None
-    device = torch.device(resolve_device(config.device))
     checkpoint = Checkpoint.open(config.model)
     dtype = resolve_dtype(config, report.target, checkpoint)
+    device = torch.device(resolve_device(config.device))
     max_model_len = report.plan.max_model_len
     target = load_target(
         report.target,
@@ -90,29 +115,50 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
             max_model_len=max_model_len,
             progress=progress,
         )
-    clock.lap("load")
-    worker = _build_worker(config, report.plan, target, draft, dtype=dtype, device=device)
-    clock.lap("build")
-    engine = Engine(
-        worker,
+    return Models(target, draft, dtype, device)
+
+
+def random_models(config: EngineConfig, report: CheckReport, *, seed: int = 0) -> Models:
+    """Both models with random weights, made on the device. The folders of `config` need hold no
+    weights. Raises EyasError for a quantized target, whose packed weights cannot be drawn."""
+    assert report.target is not None and report.plan is not None
+    if report.target.quantization is not None:
+        raise EyasError(
+            f"random weights need a plain model, this one is {report.target.quantization}: take "
+            "quantization_config out of its config.json"
+        )
+    dtype = resolve_dtype(config, report.target)
+    device = torch.device(resolve_device(config.device))
+    max_model_len = report.plan.max_model_len
+    target: nn.Module = target_class(report.target.architecture)(
+        report.target, dtype=dtype, device=device, max_model_len=max_model_len
+    )
+    fill_random(target, num_layers=report.target.num_layers, seed=seed)
+    draft = None
+    if report.draft is not None:
+        draft = Eagle3Draft(report.draft, dtype=dtype, device=device, max_model_len=max_model_len)
+        fill_random(draft, num_layers=1, seed=seed + 1)
+        draft.share_with_target(cast(Target, target))
+    return Models(target, draft, dtype, device)
+
+
+def build_engine(config: EngineConfig, report: CheckReport, models: Models) -> Engine:
+    """Pools, slots and the loop around loaded models. One target may serve several engines, one
+    after the other: each build sets the boundaries that it captures."""
+    assert report.target is not None and report.plan is not None
+    if models.draft is None:
+        cast(Target, models.target).set_eagle3_layers_to_capture(())
+    return Engine(
+        _build_worker(config, report.plan, models),
         eos_token_ids=report.target.eos_token_ids,
         vocab_size=report.target.vocab_size,
         chunk_tokens=config.prefill_chunk_tokens,
         run_ahead=config.run_ahead,
         prefix_caching=config.prefix_caching,
     )
-    return LoadedEngine(engine, report, Path(config.model), clock.seconds)
 
 
-def _build_worker(
-    config: EngineConfig,
-    plan: MemoryPlan,
-    target: nn.Module,
-    draft: Eagle3Draft | None,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Worker:
+def _build_worker(config: EngineConfig, plan: MemoryPlan, models: Models) -> Worker:
     shape = WorkerShape(
         num_slots=config.max_batch_size,
         num_pages=plan.num_pages,
@@ -120,14 +166,14 @@ def _build_worker(
         max_model_len=plan.max_model_len,
         tree=config.tree_shape(),
     )
-    choose_layouts(target, draft, shape)
+    choose_layouts(models.target, models.draft, shape)
     return Worker(
-        cast(Target, target),
-        draft,
+        cast(Target, models.target),
+        models.draft,
         shape=shape,
-        dtype=dtype,
-        draft_dtype=dtype,
-        device=device,
+        dtype=models.dtype,
+        draft_dtype=models.dtype,
+        device=models.device,
         simulate_acceptance=config.acceptance_rates(),
         cuda_graphs=config.cuda_graphs,
     )

@@ -42,7 +42,8 @@ class EngineCounters:
 
     num_drafted[i], num_accepted[i]: tokens at draft level i + 1 that were verified, and kept.
     num_round_requests: requests of all rounds; num_round_tokens: tokens that they emitted, the
-    bonus included, so that their quotient is the acceptance length.
+    bonus included, so that their quotient is the acceptance length. wait_seconds: in which the
+    loop waited for results and did nothing else.
     """
 
     rounds: dict[Group, RoundTimes] = dataclasses.field(default_factory=dict)
@@ -52,6 +53,7 @@ class EngineCounters:
     num_round_tokens: int = 0
     num_preemptions: int = 0
     prefill_seconds: float = 0.0
+    wait_seconds: float = 0.0
 
 
 def shape_name(tree: TreeShape) -> str:
@@ -100,13 +102,20 @@ class EngineStats:
         """Around the launch of a round."""
         self._group = (1 << (num_requests - 1).bit_length(), shape_name(tree))
         self._times(self._group).num_rounds += 1
-        with self.wait():
+        with self._device_part():
             self._last_mark = time.perf_counter()
             yield
 
     @contextmanager
     def wait(self) -> Generator[None, None, None]:
         """Around a wait for results."""
+        before = self._device_seconds
+        with self._device_part():
+            yield
+        self.counters.wait_seconds += self._device_seconds - before
+
+    @contextmanager
+    def _device_part(self) -> Generator[None, None, None]:
         started = time.perf_counter()
         yield
         seconds = time.perf_counter() - started

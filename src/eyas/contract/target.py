@@ -5,7 +5,8 @@ derives from `wrapper_of("language_model")` and gets every member that it does n
 by delegation, so that a member added here is delegated the same day (D4). Names are those which
 the field uses (SGLang's `get_embed_and_head`, `set_eagle3_layers_to_capture`).
 
-Shape suffixes: T tokens, H hidden, F captured features (number of boundaries × H), V vocabulary.
+Shape suffixes: T tokens, N rows given, H hidden, F captured features (number of boundaries × H),
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,6 +27,17 @@ class TargetOutput:
 
     hidden_TH: Tensor
     features_TF: Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenRows:
+    """Rows of a forward whose embedding is given instead of looked up (an image's).
+
+    row_N: int64, which of the T rows. embed_NH: what enters the first layer there (boundary 0).
+    """
+
+    row_N: Tensor
+    embed_NH: Tensor
 
 
 class Target(Protocol):
@@ -61,8 +73,14 @@ class Target(Protocol):
         """Choose the boundaries to capture: boundary i is the residual stream entering layer i,
         n the last block's output before the final norm (D3). Raises EyasError out of 0..n."""
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention) -> TargetOutput:
-        """One pass over T rows (tokens, positions: int64)."""
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attention: Attention,
+        given: GivenRows | None = None,
+    ) -> TargetOutput:
+        """One pass over T rows (tokens, positions: int64), some of which may be given."""
 
     def compute_logits(self, hidden_TH: Tensor) -> Tensor:
         """Logits [T, V] of final-normed hidden states."""

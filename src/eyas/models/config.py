@@ -84,6 +84,39 @@ class ExpertsConfig:
     scaling: float = 1.0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """A vision tower of MoonViT's kind with its projector, and how images are cut for it.
+
+    A patch is a square of patch_size pixels; merge_size × merge_size of them become one token.
+    grid_size: rows and columns of learned positions. norm_eps: of the projector's norm.
+    placeholder_id: the token that stands for an image in a prompt. max_patches, max_side_patches:
+    an image of more is shrunk. mean, std: of the three colours, between 0 and 1. halves: a
+    rotated pair is (i, i + n / 2), as transformers keeps it, not (2i, 2i + 1).
+    """
+
+    num_layers: int = 27
+    hidden_size: int = 1152
+    intermediate_size: int = 4304
+    num_heads: int = 16
+    patch_size: int = 14
+    merge_size: int = 2
+    grid_size: tuple[int, int] = (64, 64)
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    placeholder_id: int = 163605
+    max_patches: int = 16384
+    max_side_patches: int = 512
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+    halves: bool = False
+
+    @property
+    def token_size(self) -> int:
+        """Pixels a side of what becomes one token."""
+        return self.patch_size * self.merge_size
+
+
 QuantizedPart = Literal["attention", "mlp", "shared_experts", "experts"]
 
 
@@ -108,7 +141,8 @@ class ModelConfig:
     latent: None for grouped-query attention; with it, head_dim is the rotated part of a head and
     num_kv_heads is 1. experts: None for a dense model. quant: how quantized weights are read, None
     for plain ones and for methods that are not supported. num_mtp_layers: multi-token-prediction
-    layers that checkpoints store behind the last layer; they are not run.
+    layers that checkpoints store behind the last layer; they are not run. vision: None for a model
+    that takes no images, or whose images are not to be served.
     """
 
     architecture: str
@@ -138,6 +172,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     quant: QuantConfig | None = None
     num_mtp_layers: int = 0
+    vision: VisionConfig | None = None
 
     def quant_of(self, part: QuantizedPart) -> QuantConfig | None:
         """How the linear layers of a part are stored; None for plain weights."""

@@ -8,20 +8,24 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from eyas.contract.target import wrapper_of
 from eyas.models.config import ModelConfig
 from eyas.models.deepseek_v3 import DeepseekV3ForCausalLM
+from eyas.models.vision_names import VISION_PREFIXES, published_vision_name
+from eyas.models.vision_tower import MoonViT, PatchProjector
 from eyas.models.weight_slots import StoredNames
 
 _INNER = "language_model"
-_VISION = "images are not served yet; text does not need it"
-# As transformers keeps it in memory: the whole under `model.`, the head outside.
+_NO_IMAGES = "images are not served; text does not need it"
 _VARIANTS = (
+    # As transformers keeps it in memory: the whole under `model.`, the head outside.
     (re.compile(rf"model\.{_INNER}\.(model\.)?(?!lm_head\.)"), f"{_INNER}.model."),
     (re.compile(rf"(model\.{_INNER}\.)?lm_head\."), f"{_INNER}.lm_head."),
-    (re.compile(r"model\.(?=(vision_tower|mm_projector|multi_modal_projector)\.)"), ""),
+    # As transformers 5.24 saves it, and as some quantizers do.
+    (re.compile(rf"{_INNER}\.model\.blocks\."), f"{_INNER}.model.layers."),
+    (re.compile(rf"{_INNER}\.(?=(layers|embed_tokens|norm)\.)"), f"{_INNER}.model."),
 )
 
 
@@ -31,19 +35,31 @@ def published_name(name: str) -> str:
         match = pattern.match(name)
         if match is not None:
             return prefix + name[match.end() :]
-    return name
+    return published_vision_name(name)
 
 
 class KimiK25ForConditionalGeneration(wrapper_of(_INNER), nn.Module):  # type: ignore[misc]
-    """The language model under its wrapper's names. config: of the language model."""
+    """The language model under its wrapper's names, and the vision tower where images are served.
+
+    config: of the language model, with the vision part. Implements contract.vision.ImageEncoder.
+    """
 
     def __init__(self, config: ModelConfig, **kwargs: Any) -> None:
         super().__init__()
         self.language_model = DeepseekV3ForCausalLM(config, **kwargs)
+        if config.vision is not None:
+            where = {key: kwargs[key] for key in ("dtype", "device")}
+            self.vision_tower = MoonViT(config.vision, **where)
+            self.mm_projector = PatchProjector(config.vision, config.hidden_size, **where)
+
+    def encode_image(self, pixels_YX3: Tensor) -> Tensor:
+        """What stands for an image in the language model: uint8 [Y, X, 3] -> [M, H]."""
+        return self.mm_projector(self.vision_tower(pixels_YX3))  # type: ignore[no-any-return]
 
     def stored_names(self) -> StoredNames:
-        """The published layout and its variants; vision weights are known and not read."""
+        """The published layout and its variants; what is known and not read."""
         inner = self.language_model.stored_names().ignored
-        vision = ("vision_tower.", "mm_projector.", "multi_modal_projector.")
         ignored = {f"{_INNER}.{prefix}": reason for prefix, reason in inner.items()}
-        return StoredNames(published_name, ignored | dict.fromkeys(vision, _VISION))
+        if self.language_model.config.vision is None:
+            ignored |= dict.fromkeys(VISION_PREFIXES, _NO_IMAGES)
+        return StoredNames(published_name, ignored)

@@ -22,6 +22,7 @@ from eyas.models.config_file import (
 from eyas.models.findings import Findings
 from eyas.models.mixture_config import ExpertsKind, read_experts, read_latent
 from eyas.models.quant_config import read_quant
+from eyas.models.vision_config import read_vision
 from eyas.types import EyasError
 
 MAX_LAYERS = 1000  # more is a damaged file, and would take minutes to build
@@ -201,8 +202,15 @@ def _with_outer(config: ModelConfig, fields: Fields, top: Fields, folder: Path) 
         section: dict[str, Any] = next(filter(None, found), {})
         prefix = FAMILIES[config.architecture].prefix
         quant = read_quant(section, config, prefix=prefix)
+    vision = None
+    if fields is not top:
+        vision = read_vision(top, folder, vocab_size=config.vocab_size)
     return dataclasses.replace(
-        config, quantization=method, quant=quant, dtype=config.dtype or read_dtype(top)
+        config,
+        quantization=method,
+        quant=quant,
+        dtype=config.dtype or read_dtype(top),
+        vision=vision,
     )
 
 

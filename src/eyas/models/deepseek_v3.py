@@ -13,6 +13,7 @@ from eyas.models.config import ModelConfig
 from eyas.models.latent import LatentAttention, latent_layout
 from eyas.models.llama import DecoderLayer, LlamaForCausalLM
 from eyas.models.moe import MixtureOfExperts
+from eyas.models.sharding import WHOLE, Parallel
 from eyas.models.weight_slots import StoredNames
 
 
@@ -20,20 +21,37 @@ class DeepseekLayer(DecoderLayer):
     """A block with latent attention, and experts from some layer on."""
 
     def make_attention(
-        self, config: ModelConfig, layer: int, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        parallel: Parallel = WHOLE,
     ) -> nn.Module:
         """Latent attention."""
         return LatentAttention(
-            config, layer, in_features=config.hidden_size, dtype=dtype, device=device
+            config,
+            layer,
+            in_features=config.hidden_size,
+            dtype=dtype,
+            device=device,
+            parallel=parallel,
         )
 
     def make_mlp(
-        self, config: ModelConfig, layer: int, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        parallel: Parallel = WHOLE,
     ) -> nn.Module:
         """Experts in the layers that have them."""
         if config.experts is not None and layer in config.experts.layers:
-            return MixtureOfExperts(config, dtype=dtype, device=device)
-        return super().make_mlp(config, layer, dtype=dtype, device=device)
+            return MixtureOfExperts(config, dtype=dtype, device=device, parallel=parallel)
+        return super().make_mlp(config, layer, dtype=dtype, device=device, parallel=parallel)
 
 
 class DeepseekV3ForCausalLM(LlamaForCausalLM):

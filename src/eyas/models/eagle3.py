@@ -22,6 +22,7 @@ from eyas.models.config import DraftConfig
 from eyas.models.latent import LatentAttention, latent_layout
 from eyas.models.layers import GatedMLP, RMSNorm, RotaryEmbedding, SelfAttention
 from eyas.models.linear import Linear
+from eyas.models.sharding import WHOLE, Parallel, VocabularyEmbedding, gather_logits
 from eyas.types import EyasError
 
 
@@ -29,7 +30,12 @@ class Eagle3Layer(nn.Module):
     """The draft's decoder layer: the residual is the hidden input, the embedding only informs."""
 
     def __init__(
-        self, config: DraftConfig, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: DraftConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        parallel: Parallel = WHOLE,
     ) -> None:
         super().__init__()
         decoder = config.decoder
@@ -37,9 +43,11 @@ class Eagle3Layer(nn.Module):
         self.input_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
         self.hidden_norm = RMSNorm(size, eps, dtype=dtype, device=device)
         attention = LatentAttention if decoder.latent is not None else SelfAttention
-        self.self_attn = attention(decoder, 0, in_features=2 * size, dtype=dtype, device=device)
+        self.self_attn = attention(
+            decoder, 0, in_features=2 * size, dtype=dtype, device=device, parallel=parallel
+        )
         self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
-        self.mlp = GatedMLP(decoder, dtype=dtype, device=device)
+        self.mlp = GatedMLP(decoder, dtype=dtype, device=device, parallel=parallel)
         self.norm_before_residual = config.norm_before_residual
 
     def attention_input(self, embed_TH: Tensor, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,9 +86,10 @@ class Eagle3Draft(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         max_model_len: int | None = None,
+        parallel: Parallel = WHOLE,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.parallel = config, parallel
         decoder, size = config.decoder, config.decoder.hidden_size
         eps, width = decoder.rms_norm_eps, config.num_features
         self.input_norm = self.fc_norm = None
@@ -92,17 +101,19 @@ class Eagle3Draft(nn.Module):
                 for _ in config.boundaries
             )
         self.fc = Linear(width, size, bias=config.fc_bias, dtype=dtype, device=device)
-        self.layers = nn.ModuleList([Eagle3Layer(config, dtype=dtype, device=device)])
+        self.layers = nn.ModuleList(
+            [Eagle3Layer(config, dtype=dtype, device=device, parallel=parallel)]
+        )
         self.norm = RMSNorm(size, eps, dtype=dtype, device=device)
         self.embed_tokens: nn.Embedding | None = None
         if config.has_embedding:
-            # from_pretrained: the constructor would fill it with random numbers first.
-            self.embed_tokens = nn.Embedding.from_pretrained(  # type: ignore[no-untyped-call]
-                torch.empty(decoder.vocab_size, size, dtype=dtype, device=device)
-            )
+            shard = parallel.vocabulary(decoder.vocab_size)
+            weight = torch.empty(shard.size, size, dtype=dtype, device=device)
+            self.embed_tokens = VocabularyEmbedding(weight, shard, parallel.group)
         self.lm_head: Linear | None = None
         if config.has_head:
-            self.lm_head = Linear(size, config.draft_vocab_size, dtype=dtype, device=device)
+            shard = parallel.vocabulary(config.draft_vocab_size)
+            self.lm_head = Linear(size, shard, dtype=dtype, device=device)
         if config.has_d2t:
             empty = torch.empty(config.draft_vocab_size, dtype=torch.int64, device=device)
             self.register_buffer("d2t", empty)
@@ -125,13 +136,16 @@ class Eagle3Draft(nn.Module):
         dtype = self.fc.weight.dtype
         if self.embed_tokens is None:
             self._require_width("embedding", embed_VH)
-            shared_VH = embed_VH.detach().to(dtype)
-            self.embed_tokens = nn.Embedding.from_pretrained(shared_VH)  # type: ignore[no-untyped-call]
+            shard = self.parallel.vocabulary(target.vocab_size)
+            self.embed_tokens = VocabularyEmbedding(
+                embed_VH.detach().to(dtype), shard, self.parallel.group
+            )
         if self.lm_head is None:
             if self.config.decoder.tie_word_embeddings:
                 head_VH = self.embed_tokens.weight
             self._require_width("head", head_VH)
-            self.lm_head = Linear(self.hidden_size, len(head_VH), dtype=dtype, device="meta")
+            shard = self.parallel.vocabulary(self.draft_vocab_size)
+            self.lm_head = Linear(self.hidden_size, shard, dtype=dtype, device="meta")
             self.lm_head.weight = nn.Parameter(head_VH.detach().to(dtype), False)
         ids = torch.arange(self.draft_vocab_size, device=embed_VH.device)
         self._target_ids = ids + self.d2t if self.config.has_d2t else ids
@@ -159,7 +173,8 @@ class Eagle3Draft(nn.Module):
         decoder = self.config.decoder
         if decoder.latent is not None:
             return latent_layout(1, decoder.latent)
-        return KVLayout(1, decoder.num_kv_heads, decoder.head_dim, decoder.head_dim)
+        num_kv_heads = self.parallel.attention(decoder).kv.size
+        return KVLayout(1, num_kv_heads, decoder.head_dim, decoder.head_dim)
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -216,4 +231,6 @@ class Eagle3Draft(nn.Module):
         out_TH = self._layer(self._embed(tokens_T), hidden_TH, rotary, attention)
         normed_TH = self.norm(out_TH)
         feedback_TH = normed_TH if self.config.norm_output else out_TH
-        return DraftOutput(self.lm_head(normed_TH), feedback_TH)
+        shard = self.parallel.vocabulary(self.draft_vocab_size)
+        logits_TV = gather_logits(self.lm_head(normed_TH), shard, self.parallel.group)
+        return DraftOutput(logits_TV, feedback_TH)

@@ -20,6 +20,7 @@ from eyas.models.config import LatentConfig, ModelConfig
 from eyas.models.layers import RMSNorm
 from eyas.models.quantization import StoredWeight, make_linear
 from eyas.models.rope import latent_softmax_scale
+from eyas.models.sharding import WHOLE, Parallel, Size
 
 LATENT_EPS = 1e-6  # the latents' norms keep DeepSeek's default whatever rms_norm_eps says
 
@@ -40,18 +41,21 @@ class LatentAttention(nn.Module):
         in_features: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        parallel: Parallel = WHOLE,
     ) -> None:
         super().__init__()
         assert config.latent is not None
-        self.layer, self.num_heads, self.latent = layer, config.num_heads, config.latent
+        heads = parallel.attention(config)
+        self.layer, self.num_heads, self.group = layer, heads.q.size, heads.group
+        self.latent = config.latent
         latent, quant = config.latent, config.quant_of("attention")
 
-        def linear(size_in: int, size_out: int, *, bias: bool = False) -> nn.Module:
+        def linear(size_in: Size, size_out: Size, *, bias: bool = False) -> nn.Module:
             return make_linear(
                 size_in, size_out, bias=bias, quant=quant, dtype=dtype, device=device
             )
 
-        q_size = self.num_heads * latent.qk_head_dim
+        q_size = heads.q.times(latent.qk_head_dim)
         if latent.q_lora_rank is None:
             self.q_proj = linear(in_features, q_size)
         else:
@@ -62,13 +66,13 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(latent.kv_lora_rank, LATENT_EPS, dtype=dtype, device=device)
         self.kv_b_proj = StoredWeight(
             latent.kv_lora_rank,
-            self.num_heads * (latent.nope_head_dim + latent.v_head_dim),
+            heads.q.times(latent.nope_head_dim + latent.v_head_dim),
             quant=quant,
             dtype=dtype,
             device=device,
         )
         self.o_proj = linear(
-            self.num_heads * latent.v_head_dim, config.hidden_size, bias=config.o_bias
+            heads.q.times(latent.v_head_dim), config.hidden_size, bias=config.o_bias
         )
         self.scale = latent_softmax_scale(config.rope, latent.qk_head_dim)
 
@@ -101,7 +105,7 @@ class LatentAttention(nn.Module):
         out_TE = attention.attend(self.layer, q_THC, scale=self.scale)
         out_HTL = out_TE.view(len(x_TI), self.num_heads, -1).transpose(0, 1)
         heads_THV = torch.bmm(out_HTL, values_HVL.transpose(1, 2)).transpose(0, 1)
-        return self.o_proj(heads_THV.flatten(1))  # type: ignore[no-any-return]
+        return self.group.all_reduce(self.o_proj(heads_THV.flatten(1)))
 
     def _rotate(self, x_THR: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Rotation of pairs (2i, 2i + 1), with the pairs taken apart first: queries and keys are

@@ -14,6 +14,7 @@ from eyas.contract.attention import Attention
 from eyas.models.config import ModelConfig, QuantizedPart, RopeConfig
 from eyas.models.quantization import make_linear
 from eyas.models.rope import rope_frequencies, yarn_attention_factor
+from eyas.models.sharding import WHOLE, Parallel
 
 
 class RMSNorm(nn.Module):
@@ -81,12 +82,14 @@ class SelfAttention(nn.Module):
         in_features: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        parallel: Parallel = WHOLE,
     ) -> None:
         super().__init__()
         self.layer = layer
-        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        heads = parallel.attention(config)
+        self.num_heads, self.num_kv_heads, self.group = heads.q.size, heads.kv.size, heads.group
         self.head_dim = config.head_dim
-        num_q, num_kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        num_q, num_kv = heads.q.times(self.head_dim), heads.kv.times(self.head_dim)
         quant = config.quant_of("attention")
         self.qkv_proj = make_linear(
             in_features,
@@ -133,7 +136,7 @@ class SelfAttention(nn.Module):
         if q_THD is None:
             q_THD, k_TKD, v_TKD = self._rotated(qkv_TE, rotary)
             attention.write(self.layer, k_TKD, v_TKD)
-        return self.o_proj(attention.attend(self.layer, q_THD))  # type: ignore[no-any-return]
+        return self.group.all_reduce(self.o_proj(attention.attend(self.layer, q_THD)))
 
 
 class GatedMLP(nn.Module):
@@ -147,22 +150,28 @@ class GatedMLP(nn.Module):
         part: QuantizedPart = "mlp",
         dtype: torch.dtype,
         device: torch.device | str,
+        parallel: Parallel = WHOLE,
     ) -> None:
         super().__init__()
-        size, bias = size or config.intermediate_size, config.mlp_bias
+        inner = parallel.mlp(config, size or config.intermediate_size, part)
+        self.group, bias = parallel.group_of(inner), config.mlp_bias
         quant = config.quant_of(part)
         self.gate_up_proj = make_linear(
             config.hidden_size,
-            {"gate_proj": size, "up_proj": size},
+            {"gate_proj": inner, "up_proj": inner},
             bias=bias,
             quant=quant,
             dtype=dtype,
             device=device,
         )
         self.down_proj = make_linear(
-            size, config.hidden_size, bias=bias, quant=quant, dtype=dtype, device=device
+            inner, config.hidden_size, bias=bias, quant=quant, dtype=dtype, device=device
         )
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
+        return self.group.all_reduce(self.partial(x_TH))
+
+    def partial(self, x_TH: Tensor) -> Tensor:
+        """This rank's part of the sum that is the output."""
         return self.down_proj(kernels.silu_mul(self.gate_up_proj(x_TH)))  # type: ignore[no-any-return]

@@ -8,35 +8,39 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from eyas.models.sharding import Size, Sizes, WeightShards, local_sizes
 
 MIN_PLAIN_GAIN = 1.15  # packed time over plain time from which plain is taken
 SAMPLE_BYTES, MAX_TIMED_BYTES = 128 << 20, 16 << 20
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. `parts` names the checkpoint modules stacked on dim 0 (None: itself)."""
+    """y = x W^T + b. `parts` names the checkpoint modules stacked on dim 0 (None: itself).
+    Sizes may be this rank's shards."""
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int | Mapping[str, int],
+        in_features: Size,
+        out_features: Sizes,
         *,
         bias: bool = False,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        if not isinstance(out_features, int):
-            self.parts = dict(out_features)
-            out_features = sum(out_features.values())
-        weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self.shards = WeightShards.of(in_features, out_features)
+        num_in, num_out, parts = local_sizes(in_features, out_features)
+        if parts is not None:
+            self.parts = parts
+        weight = torch.empty(num_out, num_in, dtype=dtype, device=device)
         self.weight = nn.Parameter(weight, False)
-        self.bias = nn.Parameter(weight.new_empty(out_features), False) if bias else None
+        self.bias = nn.Parameter(weight.new_empty(num_out), False) if bias else None
         self.packed: Tensor | None = None
 
     def forward(self, x_TI: Tensor) -> Tensor:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from eyas.contract.attention import Attention, KVLayout
-from eyas.contract.target import TargetOutput
+from eyas.contract.target import GivenRows, TargetOutput
 from eyas.models.config import ModelConfig
 from eyas.models.layers import GatedMLP, RMSNorm, RotaryEmbedding, SelfAttention
 from eyas.models.linear import Linear
+from eyas.models.sharding import WHOLE, Parallel, VocabularyEmbedding, gather_logits
 from eyas.types import EyasError
 
 
@@ -22,28 +23,53 @@ class DecoderLayer(nn.Module):
     """One pre-norm transformer block."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        parallel: Parallel = WHOLE,
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
-        self.self_attn = self.make_attention(config, layer, dtype=dtype, device=device)
+        self.self_attn = self.make_attention(
+            config, layer, dtype=dtype, device=device, parallel=parallel
+        )
         self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
-        self.mlp = self.make_mlp(config, layer, dtype=dtype, device=device)
+        self.mlp = self.make_mlp(config, layer, dtype=dtype, device=device, parallel=parallel)
 
     def make_attention(
-        self, config: ModelConfig, layer: int, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        parallel: Parallel = WHOLE,
     ) -> nn.Module:
         """The attention of this layer, for families to replace."""
         return SelfAttention(
-            config, layer, in_features=config.hidden_size, dtype=dtype, device=device
+            config,
+            layer,
+            in_features=config.hidden_size,
+            dtype=dtype,
+            device=device,
+            parallel=parallel,
         )
 
     def make_mlp(
-        self, config: ModelConfig, layer: int, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        parallel: Parallel = WHOLE,
     ) -> nn.Module:
         """The MLP of this layer, for families to replace."""
-        return GatedMLP(config, dtype=dtype, device=device)
+        return GatedMLP(config, dtype=dtype, device=device, parallel=parallel)
 
     def forward(
         self, hidden_TH: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention
@@ -64,14 +90,14 @@ class Decoder(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device | str,
+        parallel: Parallel = WHOLE,
     ) -> None:
         super().__init__()
-        # from_pretrained: the constructor would fill it with random numbers first.
-        self.embed_tokens: nn.Embedding = nn.Embedding.from_pretrained(  # type: ignore[no-untyped-call]
-            torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        )
+        shard = parallel.vocabulary(config.vocab_size)
+        weight = torch.empty(shard.size, config.hidden_size, dtype=dtype, device=device)
+        self.embed_tokens: nn.Embedding = VocabularyEmbedding(weight, shard, parallel.group)
         self.layers = nn.ModuleList(
-            layer_class(config, layer, dtype=dtype, device=device)
+            layer_class(config, layer, dtype=dtype, device=device, parallel=parallel)
             for layer in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
@@ -93,13 +119,16 @@ class LlamaForCausalLM(nn.Module):
         dtype: torch.dtype,
         device: torch.device | str,
         max_model_len: int | None = None,
+        parallel: Parallel = WHOLE,
     ) -> None:
         super().__init__()
-        self.config = config
-        self.model = Decoder(config, self.layer_class, dtype=dtype, device=device)
-        tied = config.tie_word_embeddings
+        self.config, self.parallel = config, parallel
+        self.model = Decoder(
+            config, self.layer_class, dtype=dtype, device=device, parallel=parallel
+        )
+        tied, shard = config.tie_word_embeddings, parallel.vocabulary(config.vocab_size)
         self.lm_head = Linear(
-            config.hidden_size, config.vocab_size, dtype=dtype, device="meta" if tied else device
+            config.hidden_size, shard, dtype=dtype, device="meta" if tied else device
         )
         if tied:
             self.lm_head.weight = self.model.embed_tokens.weight  # type: ignore[assignment]
@@ -131,8 +160,8 @@ class LlamaForCausalLM(nn.Module):
     @property
     def kv_layout(self) -> KVLayout:
         """Layout of its keys and values."""
-        c = self.config
-        return KVLayout(c.num_layers, c.num_kv_heads, c.head_dim, c.head_dim)
+        c, num_kv_heads = self.config, self.parallel.attention(self.config).kv.size
+        return KVLayout(c.num_layers, num_kv_heads, c.head_dim, c.head_dim)
 
     @property
     def captured_boundaries(self) -> tuple[int, ...]:
@@ -140,12 +169,13 @@ class LlamaForCausalLM(nn.Module):
         return self._boundaries
 
     def get_embed_and_head(self) -> tuple[Tensor, Tensor]:
-        """(embedding [V, H], head [V, H]); shared, not copied."""
+        """(embedding [V, H], head [V, H]), this rank's rows; shared, not copied."""
         return self.model.embed_tokens.weight, self.lm_head.weight
 
     def set_embed_and_head(self, embed_VH: Tensor, head_VH: Tensor) -> None:
         """Replace embedding and head. Raises EyasError if a shape differs."""
-        shape = (self.config.vocab_size, self.config.hidden_size)
+        num_rows = self.parallel.vocabulary(self.config.vocab_size).size
+        shape = (num_rows, self.config.hidden_size)
         if tuple(embed_VH.shape) != shape or tuple(head_VH.shape) != shape:
             raise EyasError(
                 f"embedding and head must be {shape}, not {tuple(embed_VH.shape)} and "
@@ -164,9 +194,17 @@ class LlamaForCausalLM(nn.Module):
             raise EyasError(f"boundaries must ascend without repeats, not {list(boundaries)}")
         self._boundaries = tuple(boundaries)
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention) -> TargetOutput:
-        """One pass over T rows (tokens, positions: int64)."""
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attention: Attention,
+        given: GivenRows | None = None,
+    ) -> TargetOutput:
+        """One pass over T rows (tokens, positions: int64), some of which may be given."""
         hidden_TH = self.model.embed_tokens(tokens_T)
+        if given is not None:
+            hidden_TH = hidden_TH.index_copy(0, given.row_N, given.embed_NH)
         rotary = self.rotary(positions_T)
         captured = []
         for layer, block in enumerate(self.model.layers):
@@ -180,4 +218,5 @@ class LlamaForCausalLM(nn.Module):
 
     def compute_logits(self, hidden_TH: Tensor) -> Tensor:
         """Logits [T, V] of final-normed hidden states."""
-        return self.lm_head(hidden_TH)  # type: ignore[no-any-return]
+        shard = self.parallel.vocabulary(self.config.vocab_size)
+        return gather_logits(self.lm_head(hidden_TH), shard, self.parallel.group)

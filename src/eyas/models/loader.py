@@ -7,6 +7,7 @@ weight is read what `load_weights` would refuse.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -32,7 +33,7 @@ Rename = Callable[[str], str | None]
 
 @dataclasses.dataclass(frozen=True)
 class LoadProgress:
-    """How far loading is. Sizes in stored bytes."""
+    """How far loading is. Sizes in stored bytes, of what this rank reads."""
 
     name: str
     loaded_bytes: int
@@ -193,17 +194,22 @@ def load_weights(
         lines = "\n".join(f"  {problem}" for problem in problems.values())
         raise EyasError(f"{checkpoint.folder} does not fit {type(model).__name__}:\n{lines}")
     _require_equal_heads(checkpoint, coverage)
-    total_bytes = sum(checkpoint.tensors[name].num_bytes for name in coverage.sources)
+    num_bytes = {
+        stored: _local_bytes(slots[name], checkpoint.tensors[stored])
+        for stored, name in coverage.sources.items()
+        if slots[name].is_here
+    }
+    total_bytes = sum(num_bytes.values())
     start = time.perf_counter()
     state = LoadProgress("", 0, total_bytes, 0.0)
     for stored, tensor in checkpoint.stream():
-        if stored not in coverage.sources:
+        if stored not in num_bytes:
             continue
         slot = slots[coverage.sources[stored]]
         _fill(materialize(model, slot.path, device), slot, tensor)
         state = LoadProgress(
             stored,
-            state.loaded_bytes + checkpoint.tensors[stored].num_bytes,
+            state.loaded_bytes + num_bytes[stored],
             total_bytes,
             time.perf_counter() - start,
         )
@@ -212,9 +218,19 @@ def load_weights(
     return state
 
 
+def _local_bytes(slot: WeightSlot, info: TensorInfo) -> int:
+    """Stored bytes that this rank reads."""
+    if slot.source is None or slot.is_zero:
+        return 0 if slot.is_zero else info.num_bytes
+    return info.num_bytes * math.prod(slot.local_shape) // max(math.prod(slot.shape), 1)
+
+
 @torch.no_grad()
 def _fill(whole: Tensor, slot: WeightSlot, tensor: Tensor) -> None:
-    slot.part_of(whole).copy_(tensor)
+    if slot.is_zero:
+        slot.part_of(whole).zero_()
+    else:  # stored tensors are mapped: only this rank's part is read
+        slot.part_of(whole).copy_(tensor if slot.source is None else tensor[slot.source])
 
 
 def _tied_embedding(

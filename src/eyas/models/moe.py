@@ -15,6 +15,7 @@ from eyas.kernels.moe import RowGroups, group_rows, grouped_linear
 from eyas.models.config import ExpertsConfig, ModelConfig
 from eyas.models.layers import GatedMLP
 from eyas.models.quantization import StoredWeight
+from eyas.models.sharding import WHOLE, Parallel, Size
 
 
 class Router(nn.Module):
@@ -69,17 +70,22 @@ class Experts(nn.Module):
     """The routed experts. Checkpoints name them one by one, `{i}.gate_proj` and so on."""
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        parallel: Parallel = WHOLE,
     ) -> None:
         super().__init__()
-        assert config.experts is not None
-        self.num_experts, size = config.experts.num_experts, config.experts.intermediate_size
+        self.shard, size = parallel.experts(config)
+        self.group = parallel.group_of(self.shard if size.is_whole else size)
 
-        def stack(size_in: int, parts: dict[str, int]) -> StoredWeight:
+        def stack(size_in: Size, parts: dict[str, Size]) -> StoredWeight:
             return StoredWeight(
                 size_in,
                 parts,
-                num_stacked=self.num_experts,
+                num_stacked=self.shard,
                 quant=config.quant_of("experts"),
                 dtype=dtype,
                 device=device,
@@ -89,8 +95,18 @@ class Experts(nn.Module):
         self.down_proj = stack(size, {"down_proj": config.hidden_size})
 
     def forward(self, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        """The weighted sum of each token's experts [T, H], added up in fp32."""
-        groups = group_rows(expert_TK.flatten(), num_experts=self.num_experts)
+        """The weighted sum of each token's experts [T, H], added up in fp32; this rank's part."""
+        num_experts = self.shard.size
+        if not self.shard.is_whole:
+            # Rows of other ranks' experts count for nothing and are laid out behind all others.
+            expert_TK = expert_TK - self.shard.start
+            elsewhere_TK = (expert_TK < 0) | (expert_TK >= num_experts)
+            expert_TK = torch.where(elsewhere_TK, num_experts, expert_TK)
+            weight_TK = weight_TK.masked_fill(elsewhere_TK, 0)
+        groups = group_rows(
+            expert_TK.flatten(), num_experts=num_experts + (not self.shard.is_whole)
+        )
+        groups.expert_B.clamp_(max=num_experts - 1)
         # Nothing large has a name here: each is freed as soon as the next is there.
         out_BMH = self._multiply(
             self._inner(x_TH, groups, expert_TK.shape[1]), groups.expert_B, self.down_proj
@@ -114,12 +130,17 @@ class MixtureOfExperts(nn.Module):
     """Routed experts, and shared ones where the model has them."""
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        parallel: Parallel = WHOLE,
     ) -> None:
         super().__init__()
         assert config.experts is not None
         self.gate = Router(config, dtype=dtype, device=device)
-        self.experts = Experts(config, dtype=dtype, device=device)
+        self.experts = Experts(config, dtype=dtype, device=device, parallel=parallel)
         self.shared_experts = None
         if config.experts.shared_size:
             self.shared_experts = GatedMLP(
@@ -128,11 +149,15 @@ class MixtureOfExperts(nn.Module):
                 part="shared_experts",
                 dtype=dtype,
                 device=device,
+                parallel=parallel,
             )
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
-        out_TH = self.experts(x_TH, *self.gate(x_TH))
-        if self.shared_experts is not None:
-            out_TH = out_TH + self.shared_experts(x_TH)
-        return out_TH  # type: ignore[no-any-return]
+        group, shared = self.experts.group, self.shared_experts
+        out_TH: Tensor = self.experts(x_TH, *self.gate(x_TH))
+        if shared is None:
+            return group.all_reduce(out_TH)
+        if shared.group is group:  # one sum over the ranks is enough
+            return group.all_reduce(out_TH + shared.partial(x_TH))
+        return group.all_reduce(out_TH) + shared(x_TH)  # type: ignore[no-any-return]

@@ -8,14 +8,13 @@ Shape suffixes: E stacked matrices, O out features, I in features, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eyas.models.config import QuantConfig
 from eyas.models.linear import Linear
+from eyas.models.sharding import Shard, Size, Sizes, WeightShards, local_sizes
 
 _PER_INT32 = 8  # 4-bit numbers in an int32, the first in the lowest bits
 
@@ -43,24 +42,28 @@ def expand_fp8(weight: Tensor, scale: Tensor, block: int, dtype: torch.dtype) ->
 class StoredWeight(nn.Module):
     """A matrix [O, I], or [E, O, I] where `num_stacked` says so, in a storage of its own.
 
-    parts, num_stacked: see `weight_slots`. Raises ValueError when in_features cannot be grouped.
+    parts, num_stacked: see `weight_slots`; sizes may be this rank's shards. Raises ValueError when
+    in_features cannot be grouped.
     """
 
     def __init__(
         self,
-        in_features: int,
-        out_features: int | Mapping[str, int],
+        in_features: Size,
+        out_features: Sizes,
         *,
         bias: bool = False,
-        num_stacked: int | None = None,
+        num_stacked: Size | None = None,
         quant: QuantConfig | None,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         super().__init__()
-        if not isinstance(out_features, int):
-            self.parts = dict(out_features)
-            out_features = sum(out_features.values())
+        self.shards = WeightShards.of(in_features, out_features)
+        in_features, out_features, parts = local_sizes(in_features, out_features)
+        if parts is not None:
+            self.parts = parts
+        if isinstance(num_stacked, Shard):
+            self.stack_shard, num_stacked = num_stacked, num_stacked.size
         if num_stacked is not None:
             self.num_stacked = num_stacked
         self.quant, self.dtype = quant, dtype
@@ -122,8 +125,8 @@ class StoredWeight(nn.Module):
 
 
 def make_linear(
-    in_features: int,
-    out_features: int | Mapping[str, int],
+    in_features: Size,
+    out_features: Sizes,
     *,
     bias: bool = False,
     quant: QuantConfig | None,

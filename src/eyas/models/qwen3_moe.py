@@ -8,18 +8,25 @@ from torch import nn
 from eyas.models.config import ModelConfig
 from eyas.models.llama import DecoderLayer, LlamaForCausalLM
 from eyas.models.moe import MixtureOfExperts
+from eyas.models.sharding import WHOLE, Parallel
 
 
 class Qwen3MoeLayer(DecoderLayer):
     """A block with experts, but in the layers that config.json names as dense."""
 
     def make_mlp(
-        self, config: ModelConfig, layer: int, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        config: ModelConfig,
+        layer: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        parallel: Parallel = WHOLE,
     ) -> nn.Module:
         """Experts in the layers that have them."""
         if config.experts is not None and layer in config.experts.layers:
-            return MixtureOfExperts(config, dtype=dtype, device=device)
-        return super().make_mlp(config, layer, dtype=dtype, device=device)
+            return MixtureOfExperts(config, dtype=dtype, device=device, parallel=parallel)
+        return super().make_mlp(config, layer, dtype=dtype, device=device, parallel=parallel)
 
 
 class Qwen3MoeForCausalLM(LlamaForCausalLM):

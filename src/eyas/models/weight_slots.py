@@ -1,22 +1,27 @@
-"""The places of a module tree that a checkpoint fills, by the checkpoint's names."""
+"""The places of a module tree that a checkpoint fills, by the checkpoint's names; and, where
+several ranks share a model, the part of each stored tensor that belongs there."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from eyas.models.sharding import Shard, WeightShards
+
 
 class WeightSlot(NamedTuple):  # of which experts make a hundred thousand
-    """One checkpoint tensor's place: rows [start, start + shape[0]) of the tensor at `path`.
+    """One checkpoint tensor's place: some rows of the tensor at `path`, from `start` on.
 
-    path: the parameter or buffer in the module tree. shape, dtype: of this part. aliases: other
-    checkpoint names of the very same parameter (a tied head). stack: which matrix of a stack the
-    rows are counted in, None where the tensor is no stack.
+    path: the parameter or buffer in the module tree. shape, dtype: of what is stored. aliases:
+    other checkpoint names of the very same parameter (a tied head). stack: which matrix of a stack
+    the rows are counted in, None where the tensor is no stack. source: the part of what is stored
+    that this rank holds, None for all of it. is_here: False for other ranks' experts. is_zero: a
+    bias that another rank adds.
     """
 
     path: str
@@ -25,12 +30,22 @@ class WeightSlot(NamedTuple):  # of which experts make a hundred thousand
     dtype: torch.dtype
     aliases: tuple[str, ...] = ()
     stack: int | None = None
+    source: tuple[slice, ...] | None = None
+    is_here: bool = True
+    is_zero: bool = False
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """What this rank holds of it; as `shape` for other ranks' experts."""
+        if self.source is None:
+            return self.shape
+        return tuple(part.stop - part.start for part in self.source)
 
     def part_of(self, whole: Tensor) -> Tensor:
         """The rows of the tensor at `path` that this slot is."""
         if self.stack is not None:
             whole = whole[self.stack]
-        return whole if whole.dim() == 0 else whole[self.start : self.start + self.shape[0]]
+        return whole if whole.dim() == 0 else whole[self.start : self.start + self.local_shape[0]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +72,8 @@ def weight_slots(model: nn.Module) -> dict[str, WeightSlot]:
     A module with `parts` (name -> rows, in order) holds several checkpoint modules stacked on
     dim 0: its own last name component is replaced by each part's; `part_rows(tensor)`, where it
     has that method, gives the rows in one of its tensors. A module with `num_stacked` too holds as
-    many matrices on a dim before that one; the checkpoint names them `{i}.{part}`. Of a shared
+    many matrices on a dim before that one; the checkpoint names them `{i}.{part}`. `shards` says
+    which part of the stored tensors a module holds, `stack_shard` which matrices. Of a shared
     parameter, the first name in the tree counts and the others are aliases. Buffers that are saved
     belong to it too.
     """
@@ -73,7 +89,10 @@ def weight_slots(model: nn.Module) -> dict[str, WeightSlot]:
                 continue
             first_names[id(tensor)] = path
             if getattr(module, "parts", None) is None:
-                slots[path] = WeightSlot(path, 0, tuple(tensor.shape), tensor.dtype)
+                where = _stored(module, name, "", tuple(tensor.shape))
+                slots[path] = WeightSlot(path, 0, where[0], tensor.dtype, source=where[1])
+                if where[2]:
+                    slots[path] = slots[path]._replace(is_zero=True)
             else:
                 slots.update(_part_slots(prefix, module, name, tensor))
     return slots
@@ -91,18 +110,42 @@ def _part_slots(
     assert sum(parts.values()) == shape[0], f"{path}: parts {parts} do not add up"
     before, dtype = f"{parent}." if parent else "", tensor.dtype
     starts = itertools.accumulate(parts.values(), initial=0)
-    rows = [
-        (f"{part}.{name}", start, (num_rows, *shape[1:]))
-        for (part, num_rows), start in zip(parts.items(), starts, strict=False)
-    ]
+    rows = []
+    for (part, num_rows), start in zip(parts.items(), starts, strict=False):
+        stored, source, is_zero = _stored(module, name, part, (num_rows, *shape[1:]))
+        slot = WeightSlot(path, start, stored, dtype, source=source, is_zero=is_zero)
+        rows.append((f"{part}.{name}", slot))
     if num_stacked is None:
-        for last, start, part_shape in rows:
-            yield before + last, WeightSlot(path, start, part_shape, dtype)
+        for last, slot in rows:
+            yield before + last, slot
         return
-    for stack in range(num_stacked):
-        for last, start, part_shape in rows:
-            slot = WeightSlot(path, start, part_shape, dtype, stack=stack)
-            yield f"{before}{stack}.{last}", slot
+    shard: Shard = getattr(module, "stack_shard", Shard(0, num_stacked, num_stacked))
+    for number in range(shard.full):
+        stack = number - shard.start
+        is_here = 0 <= stack < num_stacked
+        for last, slot in rows:
+            yield (
+                f"{before}{number}.{last}",
+                slot._replace(stack=stack if is_here else None, is_here=is_here),
+            )
+
+
+def _stored(
+    module: Any, name: str, part: str, local: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[slice, ...] | None, bool]:
+    """(shape of the stored tensor, this rank's part of it, whether another rank adds it) of one
+    part of a module's tensor, without its stack."""
+    shards: WeightShards | None = getattr(module, "shards", None)
+    if shards is None:
+        return local, None, False
+    outputs, inputs = shards.outputs.get(part), shards.inputs
+    is_zero = name == "bias" and inputs is not None and inputs.start > 0
+    by_dim = [outputs, inputs if len(local) > 1 else None]
+    pieces = [
+        (slice(0, size), size) if shard is None else shard.scaled(size)
+        for shard, size in zip(by_dim, local, strict=False)
+    ]
+    return tuple(size for _, size in pieces), tuple(piece for piece, _ in pieces), is_zero
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

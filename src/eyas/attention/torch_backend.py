@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from eyas import kernels
 from eyas.cache.pool import KVPool
+from eyas.contract.attention import HeadNorms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +46,17 @@ class TorchAttention:
         self._few_rows: list[Callable[[Tensor, Tensor, Tensor, Tensor], None] | None] | None = None
 
     def rotate_and_write(
-        self, layer: int, qkv_TE: Tensor, rotary: tuple[Tensor, Tensor], *, num_heads: int
+        self,
+        layer: int,
+        qkv_TE: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        *,
+        num_heads: int,
+        norms: HeadNorms | None = None,
     ) -> Tensor | None:
         """contract.attention.RotatingAttention, where a kernel does it in one go."""
+        if norms is not None:
+            return None
         cache = self._pool.layers[layer]
         if self._rotary is not rotary:  # the same object for all layers
             self._rotary = rotary

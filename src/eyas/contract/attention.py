@@ -51,6 +51,15 @@ class Attention(Protocol):
         """
 
 
+@dataclasses.dataclass(frozen=True)
+class HeadNorms:
+    """RMSNorm of each head of q and of k, before they rotate: weights [D] and their epsilon."""
+
+    q_D: Tensor
+    k_D: Tensor
+    eps: float
+
+
 class RotatingAttention(Attention, Protocol):
     """Attention that may also take a layer's fused projection as it comes.
 
@@ -58,9 +67,30 @@ class RotatingAttention(Attention, Protocol):
     """
 
     def rotate_and_write(
-        self, layer: int, qkv_TE: Tensor, rotary: tuple[Tensor, Tensor], *, num_heads: int
+        self,
+        layer: int,
+        qkv_TE: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        *,
+        num_heads: int,
+        norms: HeadNorms | None = None,
     ) -> Tensor | None:
         """Rotate q and k as kernels.apply_rope does, store k and v; returns q [T, H, D].
 
         qkv_TE: [T, H * D + K * D + K * Dv]. None: nothing was done, do it in steps.
         """
+
+
+class ProjectionAttention(RotatingAttention, Protocol):
+    """Attention that may also do a whole layer's share at once."""
+
+    def attend_projection(
+        self,
+        layer: int,
+        qkv_TE: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        *,
+        num_heads: int,
+        norms: HeadNorms | None = None,
+    ) -> Tensor | None:
+        """`rotate_and_write`, then `attend` with its queries: [T, H * Dv]. None as above."""

@@ -1,0 +1,209 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-return"
+"""Triton: the work list and the masks of a forward's attention, written by one launch (D8).
+
+A request's columns are its prefix, then its scratch nodes. They are cut into items of about equal
+length; how many items there are depends on the batch alone, so that one captured graph serves any
+lengths, which are read from device memory.
+
+Shape suffixes: B requests, Q rows a request, N scratch nodes, I items, F fields, P pages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ITEM_FIELDS = 8  # request, begin, end, first item, splits, prefix, scratch row, nodes seen (bits)
+
+
+@triton.jit
+def _or(a, b):
+    return a | b
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_index", "most_index", "num_requests", "num_rows", "num_nodes", "num_items", "extra",
+        "first_node", "first_scratch_row", "num_scratch_rows",
+    ]
+)  # fmt: skip
+def _plan_tree_kernel(
+    end_ptr, slots_ptr, visible_ptr, items_ptr, bits_ptr, write_ptr, visible_stride_b,
+    visible_stride_q, visible_stride_n, first_index, most_index, num_requests, num_rows, num_nodes,
+    num_items, extra, first_node, first_scratch_row, num_scratch_rows, MIN_BLOCKS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
+    """One program a request; each counts all requests' blocks anew, which costs one load."""
+    request = tl.program_id(0)
+    b = tl.arange(0, BLOCK_B)
+    end_B = tl.load(end_ptr + b, mask=b < num_requests, other=0)
+    prefix_B = tl.maximum(tl.minimum(end_B, most_index) - first_index, 0)
+    blocks_B = (prefix_B + num_nodes + BLOCK_N - 1) // BLOCK_N
+    blocks_B = tl.where(b < num_requests, blocks_B, 0)
+    # sum(ceil(blocks / chunk)) <= extra + num_requests = num_items.
+    chunk = tl.maximum((tl.sum(blocks_B, 0) + extra - 1) // extra, MIN_BLOCKS)
+    splits_B = (blocks_B + chunk - 1) // chunk
+    mine_B = b == request
+    first_item = tl.sum(tl.where(b < request, splits_B, 0), 0)
+    splits = tl.sum(tl.where(mine_B, splits_B, 0), 0)
+    blocks = tl.sum(tl.where(mine_B, blocks_B, 0), 0)
+    prefix = tl.sum(tl.where(mine_B, prefix_B, 0), 0)
+    slot = tl.load(slots_ptr + request)
+    scratch_row = first_scratch_row + slot * num_scratch_rows
+
+    q = tl.arange(0, BLOCK_Q)
+    n = tl.arange(0, 64)
+    place = request.to(tl.int64) * visible_stride_b + (q * visible_stride_q)[:, None]
+    visible_QN = tl.load(
+        visible_ptr + place + (n * visible_stride_n)[None, :],
+        mask=(q < num_rows)[:, None] & (n < num_nodes)[None, :],
+        other=0,
+    )
+    bits_Q = tl.sum((visible_QN != 0).to(tl.int64) << n[None, :].to(tl.int64), 1)
+    seen = tl.reduce(bits_Q, 0, _or)
+    row = request * num_rows + q
+    tl.store(bits_ptr + row, bits_Q, mask=q < num_rows)
+    tl.store(write_ptr + row, scratch_row + first_node + q, mask=q < num_rows)
+
+    each = (blocks + splits - 1) // splits  # even: the last split is not a stub
+    for start in range(0, splits, BLOCK_I):
+        split = start + tl.arange(0, BLOCK_I)
+        ok = split < splits
+        item_ptr = items_ptr + (first_item + split) * 8
+        begin = tl.minimum(split * each, blocks) * BLOCK_N
+        end = tl.minimum(begin + each * BLOCK_N, prefix + num_nodes)
+        tl.store(item_ptr, tl.zeros_like(begin) + request, mask=ok)
+        tl.store(item_ptr + 1, begin, mask=ok)
+        tl.store(item_ptr + 2, end, mask=ok)
+        tl.store(item_ptr + 3, tl.zeros_like(begin) + first_item, mask=ok)
+        tl.store(item_ptr + 4, tl.zeros_like(begin) + splits, mask=ok)
+        tl.store(item_ptr + 5, tl.zeros_like(begin) + prefix, mask=ok)
+        tl.store(item_ptr + 6, tl.zeros_like(begin) + scratch_row, mask=ok)
+        tl.store(item_ptr + 7, tl.zeros_like(begin) + seen, mask=ok)
+    if request == num_requests - 1:  # what is left of the list has no work
+        for start in range(first_item + splits, num_items, BLOCK_I):
+            item = start + tl.arange(0, BLOCK_I)
+            tl.store(items_ptr + item * 8 + 4, tl.zeros_like(item).to(tl.int64), item < num_items)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TreeConfig:
+    """How the work is cut. block_n: columns a step. waves: programs aimed at for a long batch, per
+    multiprocessor. min_blocks: steps below which an item is not cut. pdl: start early
+    (programmatic dependent launch), where all kernels before are launched to allow it."""
+
+    block_n: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    waves: int = 8
+    min_blocks: int = 2
+    pdl: bool = False
+
+
+def choose_tree_config(dtype: torch.dtype, head_dim: int) -> TreeConfig:
+    """Settings by what a step takes of shared memory and registers."""
+    if dtype.itemsize == 4:
+        return TreeConfig(block_n=32, num_stages=1)
+    return TreeConfig(block_n=64 if head_dim <= 128 else 32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TreeWork:
+    """One forward's plan on the device, shared by its layers.
+
+    items_IF: int64 [I, ITEM_FIELDS]. bits_BQ: int64, the nodes that each row sees. write_T: int64
+    pool rows of the new rows. num_m: blocks of (row, query head) pairs of one key/value head.
+    """
+
+    items_IF: Tensor
+    bits_BQ: Tensor
+    write_T: Tensor
+    page_table_BP: Tensor
+    first_index: int
+    first_node: int
+    page_size: int
+    num_groups: int
+    block_m: int
+    config: TreeConfig
+
+    @property
+    def num_m(self) -> int:
+        """Programs along the (row, query head) pairs."""
+        return triton.cdiv(self.bits_BQ.shape[1] * self.num_groups, self.block_m)
+
+
+def choose_block_m(num_pairs: int, dtype: torch.dtype, head_dim: int) -> int:
+    """Pairs a program: as few as the matrix units take, at most what registers hold."""
+    most = 64 if dtype.itemsize == 2 and head_dim <= 128 else 16 if dtype.itemsize == 4 else 32
+    return max(16, min(most, triton.next_power_of_2(num_pairs)))
+
+
+def plan_tree(
+    *,
+    page_table_BP: Tensor,
+    slots_B: Tensor,
+    first_index: int,
+    end_index_B: Tensor,
+    visible_BQN: Tensor,
+    first_node: int,
+    scratch: tuple[int, int],
+    page_size: int,
+    kv_shape: tuple[int, int, torch.dtype],
+    num_groups: int,
+    num_processors: int,
+    config: TreeConfig,
+) -> TreeWork:
+    """Write the work list, the masks and the rows to write: one launch, nothing read back.
+
+    scratch: (first scratch row of the pool, scratch rows a slot). kv_shape: (K, D, dtype).
+    num_processors: multiprocessors of the device.
+    """
+    num_requests, num_rows, num_nodes = visible_BQN.shape
+    num_kv_heads, head_dim, dtype = kv_shape
+    block_m = choose_block_m(num_rows * num_groups, dtype, head_dim)
+    per_item = num_kv_heads * triton.cdiv(num_rows * num_groups, block_m)
+    extra = max(1, config.waves * num_processors // per_item)
+    num_items = num_requests + extra
+    items_IF = slots_B.new_empty(num_items, ITEM_FIELDS, dtype=torch.int64)
+    bits_BQ = slots_B.new_empty(num_requests, num_rows, dtype=torch.int64)
+    write_T = slots_B.new_empty(num_requests * num_rows, dtype=torch.int64)
+    _plan_tree_kernel[(num_requests,)](
+        end_index_B.contiguous(),
+        slots_B.contiguous(),
+        visible_BQN.view(torch.int8),
+        items_IF,
+        bits_BQ,
+        write_T,
+        *visible_BQN.stride(),
+        first_index,
+        page_table_BP.shape[1] * page_size,
+        num_requests,
+        num_rows,
+        num_nodes,
+        num_items,
+        extra,
+        first_node,
+        *scratch,
+        MIN_BLOCKS=config.min_blocks,
+        BLOCK_N=config.block_n,
+        BLOCK_B=triton.next_power_of_2(num_requests),
+        BLOCK_Q=triton.next_power_of_2(num_rows),
+        BLOCK_I=64,
+        num_warps=4,
+    )
+    return TreeWork(
+        items_IF=items_IF,
+        bits_BQ=bits_BQ,
+        write_T=write_T,
+        page_table_BP=page_table_BP if page_table_BP.stride(1) == 1 else page_table_BP.contiguous(),
+        first_index=first_index,
+        first_node=first_node,
+        page_size=page_size,
+        num_groups=num_groups,
+        block_m=block_m,
+        config=config,
+    )

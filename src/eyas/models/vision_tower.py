@@ -27,6 +27,24 @@ def _norm(size: int, eps: float, dtype: torch.dtype, device: torch.device | str)
     return nn.LayerNorm(size, eps=eps, dtype=dtype, device=device)
 
 
+class _Weights(nn.Module):
+    """A weight, and a bias where it has one, under a checkpoint's name."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        num_biases: int | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.bias = None
+        if num_biases is not None:
+            self.bias = nn.Parameter(torch.empty(num_biases, dtype=dtype, device=device))
+
+
 class PatchEmbedding(nn.Module):
     """Patches of pixels as vectors, with learned positions added."""
 
@@ -36,21 +54,13 @@ class PatchEmbedding(nn.Module):
         super().__init__()
         size, width = config.patch_size, config.hidden_size
         self.patch_size = size
-        self.proj = nn.Module()
-        self.proj.weight = nn.Parameter(
-            torch.empty(width, 3, size, size, dtype=dtype, device=device)
-        )
-        self.proj.bias = nn.Parameter(torch.empty(width, dtype=dtype, device=device))
-        self.pos_emb = nn.Module()
-        self.pos_emb.weight = nn.Parameter(
-            torch.empty(*config.grid_size, width, dtype=dtype, device=device)
-        )
+        self.proj = _Weights((width, 3, size, size), width, dtype=dtype, device=device)
+        self.pos_emb = _Weights((*config.grid_size, width), None, dtype=dtype, device=device)
         self.mean, self.std = config.mean, config.std
 
     def forward(self, pixels_YX3: Tensor) -> Tensor:
         """uint8 [Y, X, 3] -> [N, C], rows of patches from the top."""
         weight, size = self.proj.weight, self.patch_size
-        assert isinstance(weight, Tensor)
         mean, std = (pixels_YX3.new_tensor(v, dtype=torch.float32) for v in (self.mean, self.std))
         colours = (pixels_YX3.float() / _MAX_COLOUR - mean) / std
         rows, columns = pixels_YX3.shape[0] // size, pixels_YX3.shape[1] // size
@@ -62,7 +72,6 @@ class PatchEmbedding(nn.Module):
     def _positions(self, rows: int, columns: int) -> Tensor:
         """The learned grid resampled to the image's."""
         grid_YXC = self.pos_emb.weight
-        assert isinstance(grid_YXC, Tensor)
         if grid_YXC.shape[:2] == (rows, columns):
             return grid_YXC.flatten(0, 1)
         resampled = F.interpolate(
@@ -140,7 +149,7 @@ class VisionBlock(nn.Module):
         """Rotation in fp32. Pairs (2i, 2i + 1) are taken apart first, in queries and keys alike,
         which their product does not see."""
         if not self.halves:
-            x_NHD = x_NHD.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+            x_NHD = x_NHD.reshape(*x_NHD.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
         return kernels.apply_rope(x_NHD.float(), *rotary).to(x_NHD.dtype)
 
 
@@ -178,8 +187,8 @@ class MoonViT(nn.Module):
         for block in self.encoder.blocks:
             x_NC = block(x_NC, rotary)
         x_NC = self.encoder.final_layernorm(x_NC)
-        squares = x_NC.view(rows // merge, merge, columns // merge, merge, -1).transpose(1, 2)
-        return squares.reshape(-1, merge * merge, config.hidden_size)
+        squares: Tensor = x_NC.view(rows // merge, merge, columns // merge, merge, -1)
+        return squares.transpose(1, 2).reshape(-1, merge * merge, config.hidden_size)
 
 
 class PatchProjector(nn.Module):

@@ -103,6 +103,7 @@ def _shrink(model: ModelConfig) -> ModelConfig:
         latent=latent,
         experts=experts,
         quant=None,
+        vision=None,
     )
 
 

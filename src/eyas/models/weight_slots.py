@@ -123,11 +123,10 @@ def _part_slots(
     for number in range(shard.full):
         stack = number - shard.start
         is_here = 0 <= stack < num_stacked
+        place = (stack, True) if is_here else (None, False)
         for last, slot in rows:
-            yield (
-                f"{before}{number}.{last}",
-                slot._replace(stack=stack if is_here else None, is_here=is_here),
-            )
+            slot = WeightSlot(*slot[:5], place[0], slot.source, place[1], slot.is_zero)
+            yield f"{before}{number}.{last}", slot
 
 
 def _stored(

@@ -63,7 +63,7 @@ def cached(pool: KVPool, engine: Engine, slot: int, index: range) -> tuple[Tenso
     """Keys and values [L, T, K, D] of a slot's cache indices, found through its page table."""
     pages = engine.worker.state.page_table_SP[slot].tolist()
     rows = [pages[i // pool.page_size] * pool.page_size + i % pool.page_size for i in index]
-    return pool.k_LRKD[:, rows], pool.v_LRKD[:, rows]
+    return pool.k_LRKD[:, rows].cpu(), pool.v_LRKD[:, rows].cpu()
 
 
 def check_caches(engine: Engine, request: Request, want: Expected) -> int:
@@ -81,7 +81,7 @@ def check_caches(engine: Engine, request: Request, want: Expected) -> int:
     torch.testing.assert_close(key[0], want.draft_k[:length], **close)
     torch.testing.assert_close(value[0], want.draft_v[:length], **close)
     torch.testing.assert_close(
-        worker.state.draft_input_SH[slot], want.combined[length - 1], **close
+        worker.state.draft_input_SH[slot].cpu(), want.combined[length - 1], **close
     )
     return length
 

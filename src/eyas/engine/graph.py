@@ -2,14 +2,15 @@
 
 A graph's only input is a static tensor of slot numbers; everything else that a round reads and
 writes lies in device tensors that never move. Batches are padded with the trash slot to a few
-sizes and lengths to a few bounds, so that few graphs serve all; they share one memory pool.
+sizes, so that few graphs serve all; they share one memory pool. Where attention reads its lengths
+from the device alone one graph serves any length; otherwise lengths are padded to a few bounds.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -31,16 +32,22 @@ class GraphKey:
     mode: SamplingMode
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Captured:
     graph: torch.cuda.CUDAGraph
     slots_B: torch.Tensor
     output: RoundOutput
+    slots: tuple[int, ...] = ()  # what slots_B holds
 
 
 def padded_size(count: int, most: int) -> int:
     """The batch size that is run for `count` requests: a power of two, or the largest batch."""
     return min(1 << (count - 1).bit_length(), most)
+
+
+def batch_sizes(most: int) -> list[int]:
+    """All sizes that padded_size gives, ascending."""
+    return sorted({padded_size(count, most) for count in range(1, most + 1)})
 
 
 def padded_length(max_kv_len: int, most: int) -> int:
@@ -54,11 +61,22 @@ def padded_length(max_kv_len: int, most: int) -> int:
 class RoundGraphs:
     """Captures a round when its key is first seen and replays it afterwards.
 
+    any_length: the backends' plans do not depend on max_kv_len. mixes_noise: sampled and greedy
+    requests cost the same in one launch, so that no graph is kept for greedy batches alone.
     capture_seconds: what all captures have cost so far.
     """
 
-    def __init__(self, runner: RoundRunner, *, num_slots: int, max_kv_len: int) -> None:
+    def __init__(
+        self,
+        runner: RoundRunner,
+        *,
+        num_slots: int,
+        max_kv_len: int,
+        any_length: bool = False,
+        mixes_noise: bool = False,
+    ) -> None:
         self._runner, self._num_slots, self._max_kv_len = runner, num_slots, max_kv_len
+        self._any_length, self._mixes_noise = any_length, mixes_noise
         self._captured: dict[GraphKey, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self.capture_seconds = 0.0
@@ -70,20 +88,49 @@ class RoundGraphs:
         self, slots: Sequence[int], shape: TreeShape, *, max_kv_len: int, mode: SamplingMode
     ) -> RoundOutput:
         """As RoundRunner.round; the output is overwritten by the next replay of the same key."""
-        key = GraphKey(
-            padded_size(len(slots), self._num_slots),
-            padded_length(max_kv_len, self._max_kv_len),
-            shape,
-            mode,
-        )
-        captured = self._captured.get(key)
-        if captured is None:
-            captured = self._captured[key] = self._capture(key)
+        captured = self._get(self.key(len(slots), shape, max_kv_len=max_kv_len, mode=mode))
         trash = self._runner.state.trash_slot
-        padded = [*slots, *[trash] * (key.num_requests - len(slots))]
-        captured.slots_B.copy_(torch.tensor(padded), non_blocking=True)
+        padded = (*slots, *[trash] * (len(captured.slots_B) - len(slots)))
+        if padded != captured.slots:  # the same requests run many rounds: nothing to copy
+            captured.slots_B.copy_(torch.tensor(padded), non_blocking=True)
+            captured.slots = padded
         captured.graph.replay()
         return _first(captured.output, len(slots))
+
+    def key(
+        self, num_requests: int, shape: TreeShape, *, max_kv_len: int, mode: SamplingMode
+    ) -> GraphKey:
+        """The graph that serves such a round."""
+        length = self._max_kv_len
+        if not self._any_length:
+            length = padded_length(max_kv_len, length)
+        if self._mixes_noise:
+            mode = dataclasses.replace(mode, noise=True)
+        return GraphKey(padded_size(num_requests, self._num_slots), length, shape, mode)
+
+    def capture(
+        self, shapes: Iterable[TreeShape], *, progress: Callable[[int, int], None] | None = None
+    ) -> int:
+        """Capture the usual rounds of these shapes for all batch sizes; how many graphs there are.
+
+        Rounds with penalties, truncation, biases or log-probabilities, and where attention depends
+        on lengths all but the shortest, are captured when they are first run.
+        """
+        keys = [
+            self.key(size, shape, max_kv_len=1, mode=SamplingMode())
+            for shape in shapes
+            for size in reversed(batch_sizes(self._num_slots))  # the pool fits the largest first
+        ]
+        for number, key in enumerate(keys):
+            self._get(key)
+            if progress is not None:
+                progress(number + 1, len(keys))
+        return len(self)
+
+    def _get(self, key: GraphKey) -> _Captured:
+        if key not in self._captured:
+            self._captured[key] = self._capture(key)
+        return self._captured[key]
 
     def _capture(self, key: GraphKey) -> _Captured:
         start = time.perf_counter()

@@ -22,6 +22,7 @@ ENGINE = (
     "--prefill-chunk-tokens --cuda-graphs/--no-cuda-graphs --simulate-acceptance --run-ahead "
     "--draft-boundaries --draft-norm-output/--no-draft-norm-output"
 )
+PROBE = "--acceptance-probe/--no-acceptance-probe"
 SAMPLING = (
     "--max-tokens --min-tokens --temperature --top-k --top-p --min-p --presence-penalty "
     "--frequency-penalty --repetition-penalty --seed --stop-token-ids --stop --ignore-eos"
@@ -29,9 +30,9 @@ SAMPLING = (
 # A change of the command line is a change for everyone who has scripts: make it here on purpose.
 SURFACE = {
     "demo": "--prompt --max-tokens --draft",
-    "generate": f"{ENGINE} {SAMPLING} --prompt --chat/--no-chat",
-    "serve": f"{ENGINE} --host --port --served-model-name --api-key --log-format --drain-seconds "
-    "--allow-simulated-acceptance",
+    "generate": f"{ENGINE} {PROBE} {SAMPLING} --prompt --chat/--no-chat",
+    "serve": f"{ENGINE} {PROBE} --host --port --served-model-name --api-key --log-format "
+    "--drain-seconds --allow-simulated-acceptance",
     "train": "target --out --prompts --eval-prompts --stage --num-prompts --self-prompts "
     "--num-validation --max-prompt-tokens --max-new-tokens --greedy-share --min-temperature "
     "--max-temperature --shard-size --draft-vocab-size --draft-intermediate-size "
@@ -43,8 +44,8 @@ SURFACE = {
     "check": f"{ENGINE} --json --explain",
     "audit": "path --engine --class --json --baseline",
     "bench offline": ENGINE.replace("--max-batch-size ", "").replace(f"{CACHING} ", "")
-    + " --batch --prompt-tokens --new-tokens --prompts --random-prompts --num-prompts --against "
-    "--repeats --threads --json",
+    + f" {PROBE} --batch --prompt-tokens --new-tokens --prompts --random-prompts --num-prompts "
+    "--against --repeats --threads --json",
 }
 
 

@@ -108,6 +108,11 @@ class EngineConfig:
     draft_norm_output: bool | None = _setting(
         None, "Override whether the draft feeds back its normed hidden state (EAGLE-3.1)."
     )
+    acceptance_probe: bool = _setting(
+        True,
+        "Try the draft on a short text at start-up, and warn where the target's neighbouring "
+        "boundaries suit it better.",
+    )
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "page_size", "prefill_chunk_tokens"):

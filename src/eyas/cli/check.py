@@ -26,7 +26,7 @@ Explain = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
 
-@engine_flags()
+@engine_flags(without=("acceptance_probe",))  # it needs the weights
 def check(*, config: EngineConfig, as_json: AsJson = False, explain: Explain = False) -> int:
     """Check in seconds that target, draft, device and settings fit together.
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from eyas.config import ConfigError, EngineConfig
+from eyas.engine.acceptance_probe import probe_acceptance
 from eyas.engine.load import LoadedEngine, load_engine
 from eyas.engine.stop_text import AnswerText
 from eyas.engine.tokenizer import Tokenizer
 from eyas.models.embedded import Progress
 from eyas.types import EyasError, FinishReason, RequestOutput, SamplingParams, StepOutput
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 
@@ -38,9 +42,20 @@ class LLM:
         config = EngineConfig(model=model, draft=draft, **_known(settings))
         self._loaded: LoadedEngine = load_engine(config, progress=progress)
         self.engine = self._loaded.engine
-        self.report = self._loaded.report
         self.seconds = self._loaded.seconds
         self.tokenizer = self.engine.tokenizer = Tokenizer(self._loaded.folder)
+        self.report = self._loaded.report
+        if config.acceptance_probe:
+            self._probe(config.prefill_chunk_tokens)
+
+    def _probe(self, chunk_tokens: int) -> None:
+        """Add to the report, and to the log, what a try of the draft tells."""
+        num_known = len(self.report.findings)
+        self.report = probe_acceptance(
+            self.engine, self.tokenizer, report=self.report, chunk_tokens=chunk_tokens
+        )
+        for finding in self.report.findings[num_known:]:
+            logger.warning("%s", finding)
         self._ids = itertools.count()
         self._told: dict[str, list[StepOutput]] = {}  # by request, until its reader takes it
 

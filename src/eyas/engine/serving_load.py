@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 def load_for_serving(config: EngineConfig, progress: Progress) -> tuple[Engine, Loaded]:
     """Check, then load. Raises CheckError with all findings, EyasError for a missing tokenizer."""
-    from eyas.engine.check import run_check  # heavy: torch
+    from eyas.engine.acceptance_probe import probe_acceptance  # heavy: torch
+    from eyas.engine.check import run_check
     from eyas.engine.load import load_engine, resolve_folders
     from eyas.engine.tokenizer import Tokenizer
 
@@ -29,6 +30,9 @@ def load_for_serving(config: EngineConfig, progress: Progress) -> tuple[Engine, 
     loaded = load_engine(config, progress=progress)
     engine, report = loaded.engine, loaded.report
     engine.tokenizer = tokenizer
+    if config.acceptance_probe:
+        chunk_tokens = config.prefill_chunk_tokens
+        report = probe_acceptance(engine, tokenizer, report=report, chunk_tokens=chunk_tokens)
     runner = engine.worker.runner
     if runner.state.device.type == "cpu":  # elsewhere a call returns before its work is done
         engine.stats.watch_parts(runner)

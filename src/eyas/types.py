@@ -147,6 +147,27 @@ class SamplingParams:
 
 
 @dataclasses.dataclass(frozen=True)
+class ImageInput:
+    """An image in a prompt, in the size in which the model takes it.
+
+    height, width: in pixels. rgb: three bytes a pixel, row by row from the top. num_tokens: the
+    prompt's tokens that it fills, from position `start` on. digest: tells images apart by content.
+    """
+
+    height: int
+    width: int
+    rgb: bytes = dataclasses.field(repr=False)
+    num_tokens: int
+    digest: bytes
+    start: int = 0
+
+    @property
+    def end(self) -> int:
+        """Position after its last token."""
+        return self.start + self.num_tokens
+
+
+@dataclasses.dataclass(frozen=True)
 class TokenLogprob:
     """Log-probability of an emitted token, and the most probable ones (best first)."""
 

@@ -19,9 +19,11 @@ class OutOfPagesError(Exception):
     """Not enough free pages; the scheduler preempts or waits."""
 
 
-def chain_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of a page: a digest of its parent's key (empty for the first) and its tokens."""
-    return hashlib.blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+def chain_key(parent: bytes, token_ids: Sequence[int], content: bytes = b"") -> bytes:
+    """The key of a page: a digest of its parent's key (empty for the first), its tokens, and the
+    content that some of them only stand for (images)."""
+    tokens = array("q", token_ids).tobytes()
+    return hashlib.blake2b(parent + tokens + content, digest_size=16).digest()
 
 
 class PageAllocator:

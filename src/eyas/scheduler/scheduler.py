@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections import deque
+from collections.abc import Sequence
 
 from eyas.cache.pages import OutOfPagesError, PageAllocator, chain_key
-from eyas.types import SamplingParams
+from eyas.types import ImageInput, SamplingParams
 
 
 class Phase(enum.Enum):
@@ -27,6 +28,7 @@ class Phase(enum.Enum):
 @dataclasses.dataclass(eq=False)
 class Request:
     """One sequence. max_new_tokens: from params and the model length together, at least 1.
+    images: in the order of their places.
 
     arrival: order of priority (lower first). num_computed: tokens whose prefill was launched or
     found in the cache. num_published: pages that others can find. num_rounds, num_round_tokens,
@@ -39,6 +41,7 @@ class Request:
     seed: int
     max_new_tokens: int
     arrival: int
+    images: Sequence[ImageInput] = ()
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     phase: Phase = Phase.WAITING
     slot: int | None = None
@@ -70,6 +73,10 @@ class Request:
     def num_tokens(self) -> int:
         """Tokens known to the host."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def images_within(self, start: int, end: int) -> list[ImageInput]:
+        """Images with a token at a position start .. end - 1."""
+        return [image for image in self.images if image.start < end and image.end > start]
 
     @property
     def num_remaining(self) -> int:
@@ -214,8 +221,12 @@ class Scheduler:
         if len(keys) < count:
             tokens = request.token_ids
             for start in range(len(keys) * size, count * size, size):
-                parent = keys[-1] if keys else b""
-                keys.append(chain_key(parent, tokens[start : start + size]))
+                parent, end = keys[-1] if keys else b"", start + size
+                content = b"".join(
+                    image.start.to_bytes(8, "big") + image.digest
+                    for image in request.images_within(start, end)
+                )
+                keys.append(chain_key(parent, tokens[start:end], content))
         return keys[:count]
 
     def preempt(self) -> Request:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from eyas import kernels
 from eyas.config import TreeShape
-from eyas.contract.target import Target
+from eyas.contract.target import GivenRows, Target
 from eyas.kernels import SamplingMode
 from eyas.speculative.backend import Backend
 from eyas.speculative.proposer import Proposer
@@ -29,6 +29,7 @@ from eyas.speculative.sampler import Sampler
 from eyas.speculative.simulate import SimulatedAcceptance
 from eyas.speculative.state import SlotState
 from eyas.speculative.tree import Tree, chain_tree
+from eyas.types import ImageInput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +51,14 @@ class PrefillChunk:
     """A piece of one request's prompt: positions start .. end - 1, end exclusive.
 
     token_ids: the prompt's tokens at these positions. next_token: the prompt's token at `end`, or
-    None when the chunk ends the prompt, which samples it.
+    None when the chunk ends the prompt, which samples it. images: those with tokens in it.
     """
 
     slot: int
     start: int
     token_ids: Sequence[int]
     next_token: int | None
+    images: Sequence[ImageInput] = ()
 
     @property
     def end(self) -> int:
@@ -128,12 +130,18 @@ class RoundRunner:
         return _with_logprobs(packed, logits_TV, row_T, emitted_BE, mode)
 
     def prefill(
-        self, chunks: Sequence[PrefillChunk], *, mode: SamplingMode, prime: bool
+        self,
+        chunks: Sequence[PrefillChunk],
+        *,
+        mode: SamplingMode,
+        prime: bool,
+        given: GivenRows | None = None,
     ) -> RoundOutput:
         """Run prompt chunks of several requests; E = 1.
 
         Requests whose prompt is not finished emit nothing. prime: also prepare the first-level
-        candidates, which the next speculative round needs.
+        candidates, which the next speculative round needs. given: the rows that are images; the
+        draft sees their tokens, as published drafts are trained.
         """
         state, device = self.state, self.state.device
         slots_B = torch.tensor([c.slot for c in chunks], device=device)
@@ -144,7 +152,7 @@ class RoundRunner:
         plan = self.backend.plan_prefill(
             page_table_BP=page_table_BP, chunks=[(c.start, c.end) for c in chunks], device=device
         )
-        output = self.target.forward(tokens_T, position_T, plan)
+        output = self.target.forward(tokens_T, position_T, plan, given)
         lengths_B = torch.tensor([len(c.token_ids) for c in chunks], device=device)
         last_B = lengths_B.cumsum(0) - 1
         final_B = torch.tensor([c.next_token is None for c in chunks], device=device)

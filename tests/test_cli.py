@@ -19,7 +19,8 @@ CACHING = "--prefix-caching/--no-prefix-caching"
 ENGINE = (
     "model --draft --device --dtype --num-speculative-tokens --topk --num-tree-nodes "
     f"--max-batch-size --max-model-len --page-size --kv-cache-tokens {CACHING} "
-    "--prefill-chunk-tokens --cuda-graphs/--no-cuda-graphs --simulate-acceptance --run-ahead "
+    "--prefill-chunk-tokens --cuda-graphs/--no-cuda-graphs --attention-backend "
+    "--simulate-acceptance --run-ahead "
     "--draft-boundaries --draft-norm-output/--no-draft-norm-output"
 )
 PROBE = "--acceptance-probe/--no-acceptance-probe"

@@ -106,6 +106,9 @@ class EngineConfig:
         None, "Override the target boundaries that the draft reads, for example 2,15,27."
     )
     draft_norm_output: bool | None = _setting(
+    attention_backend: Literal["auto", "torch", "triton"] = _setting(
+        "auto", "Attention: Triton's kernels (auto: where a trial shows them right) or torch."
+    )
         None, "Override whether the draft feeds back its normed hidden state (EAGLE-3.1)."
     )
     acceptance_probe: bool = _setting(

@@ -176,6 +176,7 @@ def _build_worker(config: EngineConfig, plan: MemoryPlan, models: Models) -> Wor
         device=models.device,
         simulate_acceptance=config.acceptance_rates(),
         cuda_graphs=config.cuda_graphs,
+        attention=config.attention_backend,
     )
 
 

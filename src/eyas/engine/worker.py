@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from eyas.attention.torch_backend import TorchBackend
+from eyas.attention.choose import Choice, choose_backend
 from eyas.cache.pool import KVPool
 from eyas.config import MAX_TREE_NODES, TreeShape
 from eyas.contract.draft import Draft
@@ -103,7 +103,7 @@ class Worker:
     """Runs prefill chunks and rounds. Results are not waited for: they come as `Pending`.
 
     simulate_acceptance: chances by draft level of the worker's tree (benchmarks). cuda_graphs: on
-    a GPU, replay rounds as graphs.
+    a GPU, replay rounds as graphs. attention: see attention.choose.
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class Worker:
         device: torch.device | str,
         simulate_acceptance: tuple[float, ...] | None = None,
         cuda_graphs: bool = True,
+        attention: Choice = "auto",
     ) -> None:
         self.shape, self.draft = shape, draft
         self._device = torch.device(device)
@@ -134,13 +135,17 @@ class Worker:
             topk=shape.tree.topk,
             device=device,
         )
+        chosen = choose_backend(attention, target.kv_layout, dtype, self._device)
+        any_length = chosen.any_length
         self.proposer = None
         if draft is not None and self.draft_pool is not None:
-            backend = TorchBackend(self.draft_pool)
+            of_draft = choose_backend(attention, draft.kv_layout, draft_dtype, self._device)
+            any_length &= of_draft.any_length
+            backend = of_draft.make(self.draft_pool)
             self.proposer = Proposer(draft, backend, self.state, num_pages=shape.num_pages)
         self.runner = RoundRunner(
             target=target,
-            backend=TorchBackend(self.target_pool),
+            backend=chosen.make(self.target_pool),
             state=self.state,
             proposer=self.proposer,
             simulated=None
@@ -154,6 +159,7 @@ class Worker:
                 self.runner,
                 num_slots=shape.num_slots,
                 max_kv_len=shape.max_pages * shape.page_size,
+                any_length=any_length,
             )
 
     def _pool(self, model: Target | Draft, dtype: torch.dtype) -> KVPool:

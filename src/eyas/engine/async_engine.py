@@ -25,7 +25,7 @@ from eyas.engine.messages import (
     Verdict,
 )
 from eyas.engine.stats import EngineCounters
-from eyas.types import EyasError, SamplingParams, StepOutput
+from eyas.types import EyasError, ImageInput, SamplingParams, StepOutput
 
 if TYPE_CHECKING:  # the engine brings torch along, which a client of it can do without
     from eyas.engine.engine import Engine
@@ -129,7 +129,11 @@ class EngineHandle:
         return self._error
 
     async def submit(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        images: Sequence[ImageInput] = (),
     ) -> RequestStream:
         """Queue a request; returns once the engine has accepted it, before any output.
 
@@ -142,7 +146,7 @@ class EngineHandle:
             raise EyasError(f"request id {request_id!r} is in use")
         stream = RequestStream(lambda: self._close(request_id))
         self._streams[request_id] = stream
-        self._send(Add(request_id, tuple(prompt_token_ids), params))
+        self._send(Add(request_id, tuple(prompt_token_ids), params, tuple(images)))
         try:
             await stream.accepted()
         except BaseException:  # a caller that gives up while it waits is one that leaves

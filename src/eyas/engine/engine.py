@@ -18,16 +18,25 @@ from collections.abc import Callable, Sequence
 from eyas import kernels
 from eyas.cache.pages import OutOfPagesError, PageAllocator
 from eyas.config import PLAIN, TreeShape
+from eyas.engine.image_places import check_places
 from eyas.engine.messages import EngineInfo
 from eyas.engine.stats import EngineStats
 from eyas.engine.stop_text import StopTextMatcher
 from eyas.engine.tokenizer import Decoder
 from eyas.engine.worker import Pending, RoundResult, Worker
 from eyas.kernels import SamplingMode
+from eyas.models.config import VisionConfig
 from eyas.scheduler.scheduler import Phase, Request, Scheduler
 from eyas.speculative.round import PrefillChunk
 from eyas.speculative.state import MAX_STOP_IDS, SlotSettings, sampling_mode
-from eyas.types import EyasError, FinishReason, SamplingParams, StepOutput, TokenLogprob
+from eyas.types import (
+    EyasError,
+    FinishReason,
+    ImageInput,
+    SamplingParams,
+    StepOutput,
+    TokenLogprob,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +56,8 @@ class Engine:
     """Serves requests on one worker. Not thread-safe: call it from one thread.
 
     eos_token_ids: end a request unless it ignores them. chunk_tokens: prompt tokens prefilled
-    between two rounds. run_ahead: turns that stay unread when a step returns, 0 or 1.
+    between two rounds. run_ahead: turns that stay unread when a step returns, 0 or 1. vision: of
+    a target whose images are served.
     """
 
     def __init__(
@@ -59,9 +69,10 @@ class Engine:
         chunk_tokens: int,
         run_ahead: int,
         prefix_caching: bool = True,
+        vision: VisionConfig | None = None,
     ) -> None:
         shape = worker.shape
-        self.worker = worker
+        self.worker, self.vision = worker, vision
         self.max_model_len = shape.max_model_len
         self._vocab_size = vocab_size
         # A config may name an end token past the vocabulary: nothing can choose it.
@@ -87,18 +98,28 @@ class Engine:
     @property
     def info(self) -> EngineInfo:
         """What clients need to know once."""
-        return EngineInfo(self.max_model_len, self._vocab_size, self._eos_token_ids)
+        return EngineInfo(self.max_model_len, self._vocab_size, self._eos_token_ids, self.vision)
 
     @property
     def has_work(self) -> bool:
         """Whether another step would do something."""
         return self.scheduler.has_work or bool(self._unread)
 
-    def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        """Queue a request. Raises EyasError when it can never run as asked."""
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        images: Sequence[ImageInput] = (),
+    ) -> None:
+        """Queue a request; images lie at their places in the prompt, in order.
+
+        Raises EyasError when it can never run as asked.
+        """
         if request_id in self.requests:
             raise EyasError(f"request id {request_id!r} is in use")
         max_new_tokens = self._validate(prompt_token_ids, params)
+        check_places(images, prompt_token_ids, self.vision)
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt_token_ids),
@@ -106,6 +127,7 @@ class Engine:
             seed=_signed64(secrets.randbits(64) if params.seed is None else params.seed),
             max_new_tokens=max_new_tokens,
             arrival=next(self._arrivals),
+            images=tuple(images),
         )
         self.requests[request_id] = request
         if params.stop:
@@ -221,9 +243,9 @@ class Engine:
             assert request.slot is not None
             tokens = request.token_ids
             next_token = None if chunk.is_last else tokens[chunk.end]
-            chunks.append(
-                PrefillChunk(request.slot, chunk.start, tokens[chunk.start : chunk.end], next_token)
-            )
+            images = request.images_within(chunk.start, chunk.end)
+            piece = tokens[chunk.start : chunk.end]
+            chunks.append(PrefillChunk(request.slot, chunk.start, piece, next_token, images))
         if chunks:
             requests = [c.request for c in planned]
             with self.stats.prefill():

@@ -64,7 +64,9 @@ class EngineLoop:
 
     def _add(self, command: Add) -> None:
         try:
-            self._engine.add(command.request_id, command.prompt_token_ids, command.params)
+            self._engine.add(
+                command.request_id, command.prompt_token_ids, command.params, command.images
+            )
         except EyasError as error:
             self._emit(Verdict(command.request_id, str(error)))
         except Exception as error:  # whatever it is, it concerns this request alone

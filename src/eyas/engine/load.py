@@ -23,10 +23,11 @@ from eyas.engine.engine import Engine
 from eyas.engine.memory_plan import MemoryPlan
 from eyas.engine.worker import Worker, WorkerShape
 from eyas.models.checkpoint import Checkpoint
-from eyas.models.config import DraftConfig, ModelConfig
+from eyas.models.config import DraftConfig, ModelConfig, VisionConfig
 from eyas.models.draft_names import canonical_name
 from eyas.models.eagle3 import Eagle3Draft
 from eyas.models.embedded import Progress, resolve_model
+from eyas.models.images import largest_tokens
 from eyas.models.linear import optimize_for_cpu
 from eyas.models.loader import load_weights
 from eyas.models.random_weights import fill_random
@@ -146,19 +147,23 @@ def build_engine(config: EngineConfig, report: CheckReport, models: Models) -> E
     """Pools, slots and the loop around loaded models. One target may serve several engines, one
     after the other: each build sets the boundaries that it captures."""
     assert report.target is not None and report.plan is not None
+    vision = report.target.vision
     if models.draft is None:
         cast(Target, models.target).set_eagle3_layers_to_capture(())
     return Engine(
-        _build_worker(config, report.plan, models),
+        _build_worker(config, report.plan, models, vision),
         eos_token_ids=report.target.eos_token_ids,
         vocab_size=report.target.vocab_size,
         chunk_tokens=config.prefill_chunk_tokens,
         run_ahead=config.run_ahead,
         prefix_caching=config.prefix_caching,
+        vision=vision,
     )
 
 
-def _build_worker(config: EngineConfig, plan: MemoryPlan, models: Models) -> Worker:
+def _build_worker(
+    config: EngineConfig, plan: MemoryPlan, models: Models, vision: VisionConfig | None
+) -> Worker:
     shape = WorkerShape(
         num_slots=config.max_batch_size,
         num_pages=plan.num_pages,
@@ -177,6 +182,7 @@ def _build_worker(config: EngineConfig, plan: MemoryPlan, models: Models) -> Wor
         simulate_acceptance=config.acceptance_rates(),
         cuda_graphs=config.cuda_graphs,
         attention=config.attention_backend,
+        max_image_tokens=largest_tokens(vision) if vision is not None else 0,
     )
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 
 from eyas.engine.stats import EngineCounters
-from eyas.types import Finding, SamplingParams, StepOutput
+from eyas.models.config import VisionConfig
+from eyas.types import Finding, ImageInput, SamplingParams, StepOutput
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineInfo:
-    """What does not change. max_model_len: longest prompt and answer together, in tokens."""
+    """What does not change. max_model_len: longest prompt and answer together, in tokens. vision:
+    how images are prepared, None where none are taken."""
 
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    vision: VisionConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Add:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
+    images: tuple[ImageInput, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from eyas.attention.choose import Choice, choose_backend
 from eyas.cache.pool import KVPool
-from eyas.config import MAX_TREE_NODES, TreeShape
+from eyas.config import MAX_TREE_NODES, PLAIN, TreeShape
 from eyas.contract.draft import Draft
 from eyas.contract.target import Target
+from eyas.contract.vision import ImageEncoder
 from eyas.engine.graph import RoundGraphs
+from eyas.engine.image_rows import ImageRows
 from eyas.kernels import SamplingMode
 from eyas.speculative.proposer import Proposer
 from eyas.speculative.round import PrefillChunk, RoundOutput, RoundRunner
@@ -103,7 +105,8 @@ class Worker:
     """Runs prefill chunks and rounds. Results are not waited for: they come as `Pending`.
 
     simulate_acceptance: chances by draft level of the worker's tree (benchmarks). cuda_graphs: on
-    a GPU, replay rounds as graphs. attention: see attention.choose.
+    a GPU, replay rounds as graphs. attention: see attention.choose. max_image_tokens: of the
+    largest image; 0 takes none.
     """
 
     def __init__(
@@ -118,10 +121,15 @@ class Worker:
         simulate_acceptance: tuple[float, ...] | None = None,
         cuda_graphs: bool = True,
         attention: Choice = "auto",
+        max_image_tokens: int = 0,
     ) -> None:
         self.shape, self.draft = shape, draft
         self._device = torch.device(device)
         self._primed = [False] * shape.num_slots
+        self.images: ImageRows | None = None
+        if max_image_tokens:
+            assert isinstance(target, ImageEncoder)
+            self.images = ImageRows(target, max_tokens=max_image_tokens, device=device)
         if draft is not None:
             target.set_eagle3_layers_to_capture(draft.boundaries)
         self.target_pool = self._pool(target, dtype)
@@ -205,7 +213,8 @@ class Worker:
         """
         prime = tree.depth > 0
         self._set_primed([c.slot for c in chunks], prime)
-        return Pending(self.runner.prefill(chunks, mode=mode, prime=prime))
+        given = self.images.of(chunks) if self.images is not None else None
+        return Pending(self.runner.prefill(chunks, mode=mode, prime=prime, given=given))
 
     @torch.inference_mode()
     def round(
@@ -224,6 +233,12 @@ class Worker:
             return Pending(self.graphs.round(slots, tree, max_kv_len=max_kv_len, mode=mode))
         slots_B = self._on_device(slots)
         return Pending(self.runner.round(slots_B, tree, max_kv_len=max_kv_len, mode=mode))
+
+    @torch.inference_mode()
+    def capture(self, *, progress: Callable[[int, int], None] | None = None) -> None:
+        """Capture the usual rounds as graphs ahead of the first request; nothing without graphs."""
+        if self.graphs is not None:
+            self.graphs.capture({self.shape.tree, PLAIN}, progress=progress)
 
     def _on_device(self, slots: Sequence[int]) -> torch.Tensor:
         return torch.tensor(slots, device=self._device)

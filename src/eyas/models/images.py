@@ -1,0 +1,129 @@
+"""Image files as the model takes them: decoded, shrunk to its limits, padded to whole tokens.
+
+Resizing and padding are those of Kimi-K2.5's published preprocessing (`media_utils.py` of its
+checkpoint, 2026): bicubic, never up, black at the right and at the bottom.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import math
+from typing import TYPE_CHECKING
+
+from eyas.models.config import VisionConfig
+from eyas.types import EyasError, ImageInput
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_MAY_MOVE = {"PNG", "WEBP", "GIF"}  # a phone's JPEG may hold a second picture, which is no frame
+
+
+class ImageError(EyasError):
+    """An image that cannot be used; says why."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageLimits:
+    """What is taken of a client. max_bytes: of one image's file; max_pixels: of one image, which
+    bounds the memory that decoding takes (four bytes each); max_images: of one prompt."""
+
+    max_bytes: int = 10 << 20
+    max_pixels: int = 50_000_000
+    max_images: int = 16
+
+
+def require_pillow() -> None:
+    """Raises EyasError with what to install where Pillow is not there."""
+    try:
+        import PIL.Image  # noqa: F401
+    except ImportError:
+        raise EyasError("images need Pillow: pip install 'eyas[vision]'") from None
+
+
+def fitted_size(
+    height: int, width: int, vision: VisionConfig
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """((height, width) after shrinking, (height, width) after padding), in pixels."""
+    patch, most = vision.patch_size, vision.max_side_patches * vision.patch_size
+    num_patches = max(1, height // patch) * max(1, width // patch)
+    by_patches = math.sqrt(vision.max_patches / num_patches)
+    scale = min(1.0, by_patches, most / width, most / height)
+    shrunk = [min(max(1, int(side * scale)), most) for side in (height, width)]
+    padded = [-(-side // vision.token_size) * vision.token_size for side in shrunk]
+    return (shrunk[0], shrunk[1]), (padded[0], padded[1])
+
+
+def largest_tokens(vision: VisionConfig) -> int:
+    """Tokens of the largest image: shrinking keeps to whole patches, padding adds up to a token a
+    row and column."""
+    side = vision.max_side_patches // vision.merge_size
+    return min(side * side, vision.max_patches // vision.merge_size**2 + 2 * side + 1)
+
+
+def read_image(data: bytes, vision: VisionConfig, limits: ImageLimits) -> ImageInput:
+    """An image file for the model; its place in the prompt is still to be set.
+
+    Raises ImageError for a file that is too large, has too many pixels, is of another format,
+    moves, or is broken. Nothing is decoded before its size is known to be within the limits.
+    """
+    if len(data) > limits.max_bytes:
+        raise ImageError(f"the image has {len(data)} bytes, at most {limits.max_bytes} are taken")
+    return fit_image(_decode(data, limits), vision)
+
+
+def _decode(data: bytes, limits: ImageLimits) -> Image:
+    require_pillow()
+    from PIL import Image, ImageOps
+
+    bombs = (Image.DecompressionBombError, Image.DecompressionBombWarning)
+    try:
+        image = Image.open(io.BytesIO(data), formats=_FORMATS)  # reads the header alone
+        num_pixels = image.width * image.height
+        if num_pixels > limits.max_pixels:
+            raise ImageError(_too_many(f"{image.width} × {image.height}", limits))
+        if image.format in _MAY_MOVE and getattr(image, "is_animated", False):
+            raise ImageError("the image is an animation: send one frame of it")
+        image.load()
+        upright = ImageOps.exif_transpose(image)
+        assert upright is not None  # it is for calls with in_place alone
+        return _as_rgb(upright)
+    except ImageError:
+        raise
+    except bombs:
+        raise ImageError(_too_many("far too many", limits)) from None
+    except Exception as error:  # decoders raise anything on broken files
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ImageError(
+            f"this is no image that can be read ({', '.join(_FORMATS)}): {reason[0][:200]}"
+        ) from None
+
+
+def _too_many(found: str, limits: ImageLimits) -> str:
+    return f"the image has {found} pixels, at most {limits.max_pixels} are taken: shrink it"
+
+
+def _as_rgb(image: Image) -> Image:
+    """Three bytes a pixel; transparency is dropped, as the published preprocessing does."""
+    if image.mode.startswith("I"):  # 16 bits a grey; a plain conversion would cut them off
+        image = image.convert("I").point(lambda value: value / 256).convert("L")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def fit_image(image: Image, vision: VisionConfig) -> ImageInput:
+    """A decoded image, shrunk and padded; its place in the prompt is still to be set."""
+    from PIL import Image as ImageModule
+
+    if image.mode != "RGB":
+        image = image.convert("RGB")
+    (height, width), padded = fitted_size(image.height, image.width, vision)
+    resized = image.resize((width, height), ImageModule.Resampling.BICUBIC)
+    canvas = ImageModule.new("RGB", (padded[1], padded[0]))
+    canvas.paste(resized, (0, 0))
+    rgb = canvas.tobytes()
+    digest = hashlib.blake2b(repr(padded).encode() + rgb, digest_size=16).digest()
+    num_tokens = padded[0] * padded[1] // vision.token_size**2
+    return ImageInput(*padded, rgb=rgb, num_tokens=num_tokens, digest=digest)

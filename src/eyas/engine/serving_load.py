@@ -33,10 +33,13 @@ def load_for_serving(config: EngineConfig, progress: Progress) -> tuple[Engine, 
     if config.acceptance_probe:
         chunk_tokens = config.prefill_chunk_tokens
         report = probe_acceptance(engine, tokenizer, report=report, chunk_tokens=chunk_tokens)
-    runner = engine.worker.runner
+    worker, runner = engine.worker, engine.worker.runner
+    worker.capture(progress=lambda done, total: progress("capturing rounds", done, total))
     if runner.state.device.type == "cpu":  # elsewhere a call returns before its work is done
         engine.stats.watch_parts(runner)
     seconds = ", ".join(f"{stage} {time:.1f} s" for stage, time in loaded.seconds.items())
+    if worker.graphs is not None:
+        seconds += f", capture {worker.graphs.capture_seconds:.1f} s ({len(worker.graphs)} graphs)"
     facts = [f"{label}: {text}" for label, text in report.facts.items()]
     facts.append(f"{report.summary()}; {seconds}")
     return engine, Loaded(engine.info, loaded.folder, tuple(facts), tuple(report.findings))

@@ -95,6 +95,9 @@ class EngineConfig:
     )
     prefill_chunk_tokens: int = _setting(512, "Prompt tokens processed between two rounds.")
     prefix_caching: bool = _setting(True, "Reuse the KV pages of prompts that begin alike.")
+    images: bool = _setting(
+        True, "Take images where the model does; without, its vision tower is not loaded."
+    )
     cuda_graphs: bool = _setting(True, "On a GPU, replay rounds as CUDA graphs.")
     simulate_acceptance: tuple[float, ...] | None = _setting(
         None,

@@ -25,6 +25,7 @@ from eyas.engine.check_explain import ExplainedModel, explain
 from eyas.engine.check_lengths import report_lengths
 from eyas.engine.check_plan import describe_draft, describe_plan, describe_target, report_plan
 from eyas.engine.check_report import CheckReport, Section
+from eyas.engine.check_vision import describe_images, served_vision
 from eyas.engine.check_weights import report_dtype
 from eyas.engine.device import backends, memory_budget, resolve_device, resolve_dtype
 from eyas.engine.memory_plan import MemoryNeed, MemoryPlan, plan_memory
@@ -132,7 +133,13 @@ class _Check:
     def _build_target(self, target: ModelConfig) -> None:
         checkpoint = self.target.checkpoint
         if checkpoint is not None and checkpoint.is_plain:
-            self.target_config = target = plain(target)  # whatever config.json says
+            target = plain(target)  # whatever config.json says
+        takes_images = target.vision is not None
+        self.target_config = target = served_vision(
+            target, checkpoint, images=self.config.images, findings=self.findings
+        )
+        if takes_images:
+            self.facts["images"] = describe_images(target)
         self.dtype = resolve_dtype(self.config, target, checkpoint)
         is_comparable = report_dtype("target", target, checkpoint, self.dtype, self.findings)
         self.facts["target"] = describe_target(target)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 
 from eyas.config import MAX_TREE_NODES, TreeShape
+from eyas.engine.memory_images import encoding_bytes, kept_image_bytes
 from eyas.engine.worker import KV_LEN_STEP
 from eyas.kernels.moe import MAX_GATHERED, block_rows, num_blocks
 from eyas.models.config import DraftConfig, ExpertsConfig, ModelConfig
@@ -41,11 +42,14 @@ class Activations:
 
     def peak(self, batch_size: int, model_len: int) -> int:
         """Bytes at the worst moment."""
-        return max(self.phases(batch_size, model_len).values())
+        kept = kept_image_bytes(self.target, self.dtype_bytes)
+        return max(self.phases(batch_size, model_len).values()) + kept
 
     def phases(self, batch_size: int, model_len: int) -> dict[str, int]:
         """Bytes at the worst moment of each phase, by its name."""
         phases = self._round(batch_size, self._read_rows(model_len))
+        if self.target.vision is not None:
+            phases["images"] = encoding_bytes(self.target, self.dtype_bytes)
         return phases | self._prefill(batch_size, model_len)
 
     def _read_rows(self, model_len: int) -> int:

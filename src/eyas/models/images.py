@@ -58,10 +58,15 @@ def fitted_size(
 
 
 def largest_tokens(vision: VisionConfig) -> int:
-    """Tokens of the largest image: shrinking keeps to whole patches, padding adds up to a token a
-    row and column."""
-    side = vision.max_side_patches // vision.merge_size
-    return min(side * side, vision.max_patches // vision.merge_size**2 + 2 * side + 1)
+    """No image fills more tokens, whatever its size.
+
+    With a patches on the shorter side and b on the longer, both limits together leave
+    a >= max_patches / max_side. Shrinking rounds patches down, by less than one a side, before it
+    compares them with the limit, and padding adds less than a token a row and column.
+    """
+    side, merge = vision.max_side_patches, vision.merge_size
+    most = vision.max_patches + side + vision.max_patches // side + 2
+    return most // merge**2 + 2 * -(-side // merge) + 1
 
 
 def read_image(data: bytes, vision: VisionConfig, limits: ImageLimits) -> ImageInput:

@@ -55,7 +55,11 @@ def test_kimi_k25_with_a_draft(tmp_path: Path, name: str) -> None:
     latent = 7168 * (1536 + 576) + 1536 * 64 * 192 + 512 * 64 * 256 + 64 * 128 * 7168
     rest = 61 * (latent + 1536 + 512 + 2 * 7168) + 7168 + 2 * 163840 * 7168
     rest += 3 * 7168 * (18432 + 60 * 2048) + 60 * 384 * 7168
+    block = 4 * 1152 * 1152 + 2 * 1152 * 4304 + 9 * 1152 + 4304
+    rest += 27 * block + 1152 * (3 * 14 * 14 + 64 * 64 + 3)  # the vision tower
+    rest += 2 * 1152 + 4608 * 4608 + 4608 + 4608 * 7168 + 7168  # and its projector
     assert plan.target_weight_bytes == experts * 9 // 16 + rest * 2 + 60 * 384 * 4
+    assert report.facts["images"].startswith("28 × 28 pixels a token, at most 16384 patches")
     draft = 576 if name == "latent" else 2 * 64 * 128
     assert plan.kv_bytes_per_token == 2 * (61 * 576 + draft)
     assert plan.fits and plan.max_model_len == 65536
@@ -113,8 +117,8 @@ def test_a_small_kimi_loads_and_speaks_the_same_with_and_without_a_draft(tmp_pat
     report = check(tmp_path, budget_gib=64, max_model_len=128)
     assert report.findings == ()
     assert report.facts["not read"] == (
-        "vision_tower.* (1 tensors): images are not served yet; text does not need it; "
-        "mm_projector.* (2 tensors): images are not served yet; text does not need it"
+        "vision_tower.* (1 tensors): images are not served; text does not need it; "
+        "mm_projector.* (2 tensors): images are not served; text does not need it"
     )
     texts = []
     for draft in (None, str(tmp_path / "draft")):

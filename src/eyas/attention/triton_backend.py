@@ -72,9 +72,8 @@ class TritonAttention:
             return None
         self._prepare(num_heads // self._pool.layout.num_kv_heads)
         rotation = _rotation(rotary, norms)
-        pdl = self._backend.config.pdl
         return rotate_kernels.rotate_write(
-            qkv_TE, rotation, self._rows(), cache, num_heads=num_heads, pdl=pdl
+            qkv_TE, rotation, self._rows(), cache, num_heads=num_heads
         )
 
     def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor) -> None:
@@ -115,6 +114,7 @@ class _TreeAttention(TritonAttention):
         self._first_index, self._visible_BQN = first_index, visible_BQN
         self._first_node = first_node
         self._work: plan_kernels.TreeWork | None = None
+        self._is_read = False
 
     def _rows(self) -> Tensor:
         if self._work is not None:
@@ -152,14 +152,8 @@ class _TreeAttention(TritonAttention):
     def attend(self, layer: int, q_THD: Tensor, *, scale: float | None = None) -> Tensor:
         """[T, H, D] -> [T, H * Dv]."""
         q_THD = rotate_kernels.unit_rows(q_THD)
-        return tree_kernels.attend_tree(
-            q_THD,
-            (q_THD.stride(0), q_THD.stride(1)),
-            self._pool.layers[layer],
-            self._planned(self._groups(q_THD)),
-            self._backend.workspace,
-            scale=self._scale(scale),
-        )
+        strides = (q_THD.stride(0), q_THD.stride(1))
+        return self._run(layer, q_THD, strides, self._groups(q_THD), self._scale(scale))
 
     def attend_projection(
         self,
@@ -173,14 +167,30 @@ class _TreeAttention(TritonAttention):
         """contract.attention.ProjectionAttention: all in one launch."""
         if not self._serves(qkv_TE):
             return None
+        layout = self._pool.layout
+        num_groups, strides = num_heads // layout.num_kv_heads, (qkv_TE.stride(0), layout.head_dim)
+        rotation = _rotation(rotary, norms)
+        return self._run(layer, qkv_TE, strides, num_groups, self._scale(None), rotation)
+
+    def _run(
+        self,
+        layer: int,
+        rows: Tensor,
+        strides: tuple[int, int],
+        num_groups: int,
+        scale: float,
+        rotation: rotate_kernels.Rotation | None = None,
+    ) -> Tensor:
+        work, preloaded, self._is_read = self._planned(num_groups), self._is_read, True
         return tree_kernels.attend_tree(
-            qkv_TE,
-            (qkv_TE.stride(0), self._pool.layout.head_dim),
+            rows,
+            strides,
             self._pool.layers[layer],
-            self._planned(num_heads // self._pool.layout.num_kv_heads),
+            work,
             self._backend.workspace,
-            scale=self._scale(None),
-            rotation=_rotation(rotary, norms),
+            scale=scale,
+            rotation=rotation,
+            preloaded=preloaded,
         )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from eyas.kernels.triton_attention_plan import TreeWork
 from eyas.kernels.triton_attention_rotate import Rotation, load_rotated
+from eyas.kernels.triton_launch import launch_options, let_next_start, wait_for_inputs
 
 
 @triton.jit
@@ -98,14 +99,18 @@ def _tree_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, FUSED: tl.constexpr,
-    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, PRELOADED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one item, one key/value head, BLOCK_M of its (row, query head) pairs.
 
     FUSED: q_ptr is the whole projection; the programs whose item reaches the scratch tail also
     rotate and store the new rows (all of them the same bytes), then read them back.
-    scale: of the scores, times log2(e).
+    scale: of the scores, times log2(e). PRELOADED: the plan was read by such a kernel before, which
+    let the next ones start only after its own wait; so the plan is complete before this one begins.
     """
+    if not PRELOADED:
+        wait_for_inputs(PDL)
+        let_next_start(PDL)
     item_ptr = items_ptr + tl.program_id(1) * 8
     splits = tl.load(item_ptr + 4).to(tl.int32)
     if splits == 0:
@@ -124,10 +129,9 @@ def _tree_kernel(
     ok_M = m < num_rows * GROUP
     row_M = request * num_rows + m // GROUP
     bits_M = tl.load(bits_ptr + row_M, mask=ok_M, other=0)
-    if PDL:
-        # Everything above was written at least two launches before, and each waits for its own.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    if PRELOADED:
+        wait_for_inputs(PDL)
+        let_next_start(PDL)
     token_M1 = row_M.to(tl.int64)[:, None]
     base_M1 = q_ptr + token_M1 * token_stride + ((head * GROUP + m % GROUP) * head_stride)[:, None]
     ok_MD = ok_M[:, None] & (d < D)[None, :]
@@ -194,7 +198,7 @@ def _tree_kernel(
         target = out_ptr + place_M[:, None] + dv[None, :]
         tl.store(target, out_MD.to(out_ptr.dtype.element_ty), mask=ok_MV)
     else:
-        lse_M = tl.where(sum_M == 0.0, float("-inf"), top_M + tl.log2(sum_M))
+        lse_M = top_M + tl.log2(tl.where(sum_M == 0.0, 1.0, sum_M))  # -inf where nothing is seen
         stride = NUM_KV_HEADS * num_rows * GROUP
         lse_ptr += head * num_rows * GROUP
         partial_ptr += head * num_rows * GROUP * DV
@@ -247,9 +251,11 @@ def attend_tree(
     *,
     scale: float,
     rotation: Rotation | None = None,
+    preloaded: bool = False,
 ) -> Tensor:
     """[T, H * Dv]. q_ptr: queries, rows (token, head) at the given strides; with a rotation the
-    whole projection, of which k and v are stored too (then the head stride is D)."""
+    whole projection, of which k and v are stored too (then the head stride is D). preloaded: not
+    the first call with this plan."""
     k_RKD, v_RKD = cache
     num_kv_heads, size, v_size = *k_RKD.shape[1:], v_RKD.shape[2]
     num_requests, num_rows = work.bits_BQ.shape
@@ -294,9 +300,9 @@ def attend_tree(
         SPLITS=max(1, min(16, 8192 // (rows * block_dv))),
         FUSED=rotation is not None,
         HAS_NORM=rotation is not None and rotation.q_norm_D is not None,
-        PDL=config.pdl,
+        PRELOADED=preloaded,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        **({"launch_pdl": True} if config.pdl else {}),
+        **launch_options(),
     )
     return out_TE

@@ -93,15 +93,13 @@ def _plan_tree_kernel(
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TreeConfig:
     """How the work is cut. block_n: columns a step. waves: programs aimed at for a long batch, per
-    multiprocessor. min_blocks: steps below which an item is not cut. pdl: start early
-    (programmatic dependent launch), where all kernels before are launched to allow it."""
+    multiprocessor. min_blocks: steps below which an item is not cut."""
 
     block_n: int = 64
     num_warps: int = 4
     num_stages: int = 3
     waves: int = 8
     min_blocks: int = 2
-    pdl: bool = False
 
 
 def choose_tree_config(dtype: torch.dtype, head_dim: int) -> TreeConfig:

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eyas.kernels.triton_launch import launch_options, let_next_start, wait_for_inputs
+
 _HEADS_PER_PROGRAM = 8
 
 
@@ -83,10 +85,9 @@ def _rotate_write_kernel(
     part = tl.program_id(1)
     q_parts: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     kv_parts: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    wait_for_inputs(PDL)
+    let_next_start(PDL)
     row = tl.load(write_ptr + token)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     source = qkv_ptr + token * qkv_stride
     cos_row = cos_ptr + token * ROT + tl.zeros([1, 1], tl.int32)
     sin_row = sin_ptr + token * ROT + tl.zeros([1, 1], tl.int32)
@@ -140,7 +141,6 @@ def rotate_write(
     cache: tuple[Tensor, Tensor],
     *,
     num_heads: int,
-    pdl: bool = False,
 ) -> Tensor:
     """q [T, H, D], rotated; k (rotated) and v go to rows write_T of the cache ([R, K, D] each).
 
@@ -170,9 +170,8 @@ def rotate_write(
             BLOCK_D=triton.next_power_of_2(size),
             BLOCK_DV=triton.next_power_of_2(v_size),
             HAS_NORM=rotation.q_norm_D is not None,
-            PDL=pdl,
             num_warps=4,
-            **({"launch_pdl": True} if pdl else {}),
+            **launch_options(),
         )
     return q_THD
 

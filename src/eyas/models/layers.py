@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from eyas import kernels
 from eyas.config import MAX_TREE_NODES
-from eyas.contract.attention import Attention
+from eyas.contract.attention import Attention, HeadNorms
 from eyas.models.config import ModelConfig, QuantizedPart, RopeConfig
 from eyas.models.quantization import make_linear
 from eyas.models.rope import rope_frequencies, yarn_attention_factor
@@ -130,13 +130,34 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_TH: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         """[T, in] -> [T, H]."""
-        qkv_TE, q_THD = self.qkv_proj(x_TH), None
-        if self.q_norm is None and hasattr(attention, "rotate_and_write"):
-            q_THD = attention.rotate_and_write(self.layer, qkv_TE, rotary, num_heads=self.num_heads)
+        out_TE = self._attend(self.qkv_proj(x_TH), rotary, attention)
+        return self.group.all_reduce(self.o_proj(out_TE))
+
+    def _attend(
+        self, qkv_TE: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention
+    ) -> Tensor:
+        """Rotate, store and attend [T, Nq * D]: in as few steps as the attention offers."""
+        layer, num_heads, norms = self.layer, self.num_heads, self._norms()
+        if hasattr(attention, "attend_projection"):
+            out_TE = attention.attend_projection(
+                layer, qkv_TE, rotary, num_heads=num_heads, norms=norms
+            )
+            if out_TE is not None:
+                return out_TE  # type: ignore[no-any-return]
+        q_THD = None
+        if hasattr(attention, "rotate_and_write"):
+            q_THD = attention.rotate_and_write(
+                layer, qkv_TE, rotary, num_heads=num_heads, norms=norms
+            )
         if q_THD is None:
             q_THD, k_TKD, v_TKD = self._rotated(qkv_TE, rotary)
-            attention.write(self.layer, k_TKD, v_TKD)
-        return self.group.all_reduce(self.o_proj(attention.attend(self.layer, q_THD)))
+            attention.write(layer, k_TKD, v_TKD)
+        return attention.attend(layer, q_THD)
+
+    def _norms(self) -> HeadNorms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
 class GatedMLP(nn.Module):

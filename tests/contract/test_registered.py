@@ -74,7 +74,8 @@ def test_without_delegation_every_member_is_reported_at_once(
 
 def test_the_wrapper_names_its_inner_model_and_nothing_else() -> None:
     own = {name for name in vars(KimiK25ForConditionalGeneration) if not name.startswith("_")}
-    assert own == {"stored_names", *interface_members(Target)}
+    # Beside the vision tower, which the inner model knows nothing of.
+    assert own == {"stored_names", "encode_image", *interface_members(Target)}
     # All of these came by delegation: none is written in the module.
     source = Path(kimi_k25.__file__).read_text()
     assert not [name for name in interface_members(Target) if f"def {name}" in source]

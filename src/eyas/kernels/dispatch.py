@@ -6,15 +6,40 @@ request, S rows read, K key/value heads, D head size.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from eyas.kernels import native, reference
+from eyas.kernels.linear_config import LinearConfig
+
+
+@functools.cache
+def has_triton(device: torch.device) -> bool:
+    """Whether Triton kernels run on a device: import their modules only where they do."""
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def _takes_triton(x: Tensor) -> bool:
+    """Whether a tensor's kind is served by Triton's norms and gating at this moment."""
+    if not x.is_cuda or x.dtype is torch.float64 or torch.is_grad_enabled():
+        return False
+    return type(x) is Tensor and has_triton(x.device)
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension, computed in fp32 (fp64 stays fp64), x's dtype out."""
     if native.accepts(x_TH):
         out_TH = native.rms_norm(x_TH, weight_H, eps)
+        if out_TH is not None:
+            return out_TH
+    if _takes_triton(x_TH):
+        from eyas.kernels import triton_norm
+
+        out_TH = triton_norm.rms_norm(x_TH, weight_H, eps)
         if out_TH is not None:
             return out_TH
     return reference.rms_norm(x_TH, weight_H, eps)
@@ -28,13 +53,66 @@ def add_rms_norm(
         both = native.add_rms_norm(x_TH, delta_TH, weight_H, eps)
         if both is not None:
             return both
+    if _takes_triton(x_TH):
+        from eyas.kernels import triton_norm
+
+        both = triton_norm.add_rms_norm(x_TH, delta_TH, weight_H, eps)
+        if both is not None:
+            return both
     return reference.add_rms_norm(x_TH, delta_TH, weight_H, eps)
+
+
+def pair_norm(
+    tokens_T: Tensor,
+    embed_VH: Tensor,
+    hidden_TH: Tensor,
+    *,
+    norms: tuple[tuple[Tensor, float], tuple[Tensor, float]],
+) -> Tensor:
+    """[norm(embedding of the token), norm(hidden)], [T, 2H]; norms: (weight [H], eps) of each."""
+    if _takes_triton(hidden_TH):
+        from eyas.kernels import triton_norm
+
+        out_TE = triton_norm.pair_norm(tokens_T, embed_VH, hidden_TH, norms=norms)
+        if out_TE is not None:
+            return out_TE
+    return reference.pair_norm(tokens_T, embed_VH, hidden_TH, norms=norms)
+
+
+def few_row_linear(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    *,
+    config: LinearConfig,
+    norm: tuple[Tensor, float] | None = None,
+    residual_TO: Tensor | None = None,
+    is_gated: bool = False,
+) -> Tensor:
+    """triton_linear.linear, for those whom a plan has given a configuration."""
+    from eyas.kernels import triton_linear
+
+    return triton_linear.linear(
+        x_TI,
+        weight_OI,
+        bias_O,
+        config=config,
+        norm=norm,
+        residual_TO=residual_TO,
+        is_gated=is_gated,
+    )
 
 
 def silu_mul(gate_up_TI: Tensor) -> Tensor:
     """silu(gate) * up of a fused [T, 2I] projection -> [T, I]."""
     if native.accepts(gate_up_TI):
         out_TI = native.silu_mul(gate_up_TI)
+        if out_TI is not None:
+            return out_TI
+    if _takes_triton(gate_up_TI):
+        from eyas.kernels import triton_norm
+
+        out_TI = triton_norm.silu_mul(gate_up_TI)
         if out_TI is not None:
             return out_TI
     return reference.silu_mul(gate_up_TI)
@@ -82,3 +160,20 @@ def plan_attention(
     if not q_THD.dtype is cache[0].dtype is bias_BQS.dtype:
         return None
     return native.FewRowsAttention(q_THD, read_T, bias_BQS, cache)
+
+
+def copy_cache_rows(
+    pools: Sequence[Tensor], source_T: Tensor, destination_T: Tensor, *, trash_row: int
+) -> None:
+    """pool[:, destination] = pool[:, source] for all layers of some pools [L, R, K, D].
+
+    No row may be both source and destination. Nobody reads the trash row: what would go there may
+    be left out.
+    """
+    if has_triton(source_T.device):
+        from eyas.kernels import triton_round
+
+        triton_round.copy_rows(pools, source_T, destination_T, trash_row=trash_row)
+        return
+    for pool_LRKD in pools:
+        reference.copy_kv_rows(pool_LRKD, source_T, destination_T)

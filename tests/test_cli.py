@@ -17,7 +17,8 @@ from eyas.types import CheckError, EyasError, Finding, Severity
 
 CACHING = "--prefix-caching/--no-prefix-caching"
 ENGINE = (
-    "model --draft --device --dtype --num-speculative-tokens --topk --num-tree-nodes "
+    "model --draft --device --dtype --draft-dtype --tensor-parallel-size/--tp --expert-parallel "
+    "--num-speculative-tokens --topk --num-tree-nodes "
     f"--max-batch-size --max-model-len --page-size --kv-cache-tokens {CACHING} "
     "--prefill-chunk-tokens --cuda-graphs/--no-cuda-graphs --attention-backend "
     "--simulate-acceptance --run-ahead "
@@ -42,7 +43,7 @@ SURFACE = {
     "--step-decay --require-kept-argmax/--no-require-kept-argmax --learning-rate "
     "--final-learning-rate-ratio --warmup-ratio --clip-norm --tokens-per-step "
     "--tokens-per-batch --max-length --log-every --checkpoint-every --seed",
-    "check": f"{ENGINE} --json --explain",
+    "check": f"{ENGINE} --device-memory --json --explain",
     "audit": "path --engine --class --json --baseline",
     "bench offline": ENGINE.replace("--max-batch-size ", "").replace(f"{CACHING} ", "")
     + f" {PROBE} --batch --prompt-tokens --new-tokens --prompts --random-prompts --num-prompts "

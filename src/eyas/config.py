@@ -60,8 +60,9 @@ class TreeShape:
 PLAIN = TreeShape(0, 1, 1)
 
 
-def _setting(default: Any, text: str) -> Any:
-    return dataclasses.field(default=default, metadata={"help": text})
+def _setting(default: Any, text: str, *, alias: str | None = None) -> Any:
+    """alias: a second name of the flag."""
+    return dataclasses.field(default=default, metadata={"help": text, "alias": alias})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,15 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = _setting("auto", "Where the models run.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
         "auto", "Dtype of weights and KV cache; auto takes the checkpoint's."
+    )
+    draft_dtype: Literal["auto", "float32", "bfloat16", "float16"] = _setting(
+        "auto", "Dtype of the draft and its KV cache; auto takes what the target runs in."
+    )
+    tensor_parallel_size: int = _setting(
+        1, "Ranks (GPUs) that hold one model together.", alias="--tp"
+    )
+    expert_parallel: bool = _setting(
+        False, "Each rank holds some of the experts, not a part of each."
     )
     num_speculative_tokens: int | None = _setting(
         None, "Draft levels K a round (default 3 with a draft; 0 switches drafting off)."
@@ -99,6 +109,9 @@ class EngineConfig:
         True, "Take images where the model does; without, its vision tower is not loaded."
     )
     cuda_graphs: bool = _setting(True, "On a GPU, replay rounds as CUDA graphs.")
+    attention_backend: Literal["auto", "torch", "triton"] = _setting(
+        "auto", "Attention: Triton's kernels (auto: where a trial shows them right) or torch."
+    )
     simulate_acceptance: tuple[float, ...] | None = _setting(
         None,
         "Benchmarks only, the output is not the model's: tokens a round on average (3.0), or the "
@@ -109,9 +122,6 @@ class EngineConfig:
         None, "Override the target boundaries that the draft reads, for example 2,15,27."
     )
     draft_norm_output: bool | None = _setting(
-    attention_backend: Literal["auto", "torch", "triton"] = _setting(
-        "auto", "Attention: Triton's kernels (auto: where a trial shows them right) or torch."
-    )
         None, "Override whether the draft feeds back its normed hidden state (EAGLE-3.1)."
     )
     acceptance_probe: bool = _setting(
@@ -121,7 +131,12 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "page_size", "prefill_chunk_tokens"):
+        for name in (
+            "max_batch_size",
+            "page_size",
+            "prefill_chunk_tokens",
+            "tensor_parallel_size",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
         for name in ("max_model_len", "kv_cache_tokens"):
@@ -130,6 +145,8 @@ class EngineConfig:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
         if self.run_ahead not in (0, 1):
             raise ConfigError(f"--run-ahead must be 0 or 1, not {self.run_ahead}")
+        if self.expert_parallel and self.tensor_parallel_size == 1:
+            raise ConfigError("--expert-parallel needs several ranks: add --tp, or leave it out")
         if self.draft_name is None:
             self._refuse_draft_settings()
         self.tree_shape()  # raises on a shape that cannot be
@@ -147,6 +164,7 @@ class EngineConfig:
             "num_speculative_tokens": self.num_speculative_tokens not in (None, 0),
             "topk": self.topk != 1,
             "num_tree_nodes": self.num_tree_nodes not in (None, 1),
+            "draft_dtype": self.draft_dtype != "auto",
             "draft_boundaries": self.draft_boundaries is not None,
             "draft_norm_output": self.draft_norm_output is not None,
             "simulate_acceptance": self.simulate_acceptance is not None,

@@ -23,18 +23,31 @@ Explain = Annotated[
     bool,
     typer.Option("--explain", help="Print the plan: boundaries, shapes, KV layouts, bytes."),
 ]
+DeviceMemory = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001,
+        help="Plan for GPUs of so many GiB each, whatever this machine has.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
 
 @engine_flags(without=("acceptance_probe",))  # it needs the weights
-def check(*, config: EngineConfig, as_json: AsJson = False, explain: Explain = False) -> int:
+def check(
+    *,
+    config: EngineConfig,
+    device_memory: DeviceMemory = None,
+    as_json: AsJson = False,
+    explain: Explain = False,
+) -> int:
     """Check in seconds that target, draft, device and settings fit together.
 
     Reads no weights. Exits with 2 when something stands in the way, and names all of it.
     """
     if as_json and explain:
         raise ConfigError("--json holds what --explain prints already: leave --explain out")
-    report = check_models(config)
+    report = check_models(config, device_memory=device_memory)
     if as_json:
         print(report.to_json())
     else:
@@ -45,10 +58,11 @@ def check(*, config: EngineConfig, as_json: AsJson = False, explain: Explain = F
     return 0 if report.ok else EXIT_FINDINGS
 
 
-def check_models(config: EngineConfig) -> CheckReport:
+def check_models(config: EngineConfig, *, device_memory: float | None = None) -> CheckReport:
     """Find both models, without the weights of a hub repository, and check them.
 
-    A name that leads nowhere is a finding among the others.
+    device_memory: GiB of the devices to plan for, None for those of this machine. A name that
+    leads nowhere is a finding among the others.
     """
     missing: list[Finding] = []
     folders: dict[str, Any] = {}
@@ -65,7 +79,10 @@ def check_models(config: EngineConfig) -> CheckReport:
                 missing.append(Finding(Severity.ERROR, code, subject, str(error)))
         from eyas.engine.check import run_check  # heavy: torch
 
-        report = run_check(dataclasses.replace(config, **folders))
+        report = run_check(
+            dataclasses.replace(config, **folders),
+            device_bytes=None if device_memory is None else int(device_memory * (1 << 30)),
+        )
     replaced = {(finding.subject, finding.code) for finding in missing}
     others = [f for f in report.findings if (f.subject, f.code) not in replaced]
     return dataclasses.replace(report, findings=(*missing, *others))

@@ -36,15 +36,27 @@ SAMPLING_HELP = {
 }
 
 
-def engine_flags(*, without: Collection[str] = ()) -> Callable[[Command], Command]:
+# (what the user gave of the replaced settings, values of the command's own parameters) -> settings
+Complete = Callable[[dict[str, Any], Mapping[str, Any]], dict[str, Any]]
+
+
+def engine_flags(
+    *, without: Collection[str] = (), complete: Complete | None = None
+) -> Callable[[Command], Command]:
     """Give a command the argument MODEL and a flag for every other setting of the engine.
 
     The command's parameter `config` is replaced: it is called with an EngineConfig of what the
-    user gave. without: settings that the command decides by itself.
+    user gave. without: settings that the command decides by itself. complete: adds settings that
+    follow from the command's own parameters; MODEL may be left out then.
     """
     texts = {f.name: f.metadata["help"] for f in dataclasses.fields(EngineConfig)}
     kept = {name: text for name, text in texts.items() if name not in without}
-    return _replace("config", EngineConfig, flag_parameters(EngineConfig, kept), NUM_FIRST)
+    parameters = flag_parameters(EngineConfig, kept)
+    if complete is not None:
+        model = typer.Argument(metavar="[MODEL]", help=kept["model"], show_default=False)
+        annotation = _annotated(str | None, model)
+        parameters["model"] = parameters["model"].replace(default=None, annotation=annotation)
+    return _replace("config", EngineConfig, parameters, NUM_FIRST, complete)
 
 
 def sampling_flags(**defaults: Any) -> Callable[[Command], Command]:
@@ -57,7 +69,11 @@ def sampling_flags(**defaults: Any) -> Callable[[Command], Command]:
 
 
 def _replace(
-    name: str, settings: type, parameters: Mapping[str, inspect.Parameter], num_first: int
+    name: str,
+    settings: type,
+    parameters: Mapping[str, inspect.Parameter],
+    num_first: int,
+    complete: Complete | None = None,
 ) -> Callable[[Command], Command]:
     """Replace a command's parameter `name` by those that an instance of `settings` is made of;
     num_first of them come before the command's own."""
@@ -72,6 +88,8 @@ def _replace(
         def run(**values: Any) -> Any:
             given = {field: values.pop(field) for field in parameters}
             given = {field: _frozen(value) for field, value in given.items() if value is not None}
+            if complete is not None:
+                given = complete(given, values)
             return command(**values, **{name: settings(**given)})
 
         run.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
@@ -94,14 +112,20 @@ def flag_parameters(
     own = defaults or {}
     return {
         field.name: _parameter(
-            field.name, hints[field.name], own.get(field.name, field.default), texts[field.name]
+            field.name,
+            hints[field.name],
+            own.get(field.name, field.default),
+            texts[field.name],
+            alias=field.metadata.get("alias"),
         )
         for field in dataclasses.fields(settings)
         if field.name in texts
     }
 
 
-def _parameter(name: str, hint: Any, default: Any, text: str) -> inspect.Parameter:
+def _parameter(
+    name: str, hint: Any, default: Any, text: str, *, alias: str | None
+) -> inspect.Parameter:
     kind = inspect.Parameter.KEYWORD_ONLY
     if default is dataclasses.MISSING:
         argument = typer.Argument(metavar=name.upper(), help=text)
@@ -123,7 +147,8 @@ def _parameter(name: str, hint: Any, default: Any, text: str) -> inspect.Paramet
     else:
         known = inner in (bool, int, float, str) or get_origin(inner) is Literal
         assert known, f"no flag for {name}: {hint}"
-    option = typer.Option(declared, help=text, **more)
+    names = (declared,) if alias is None else (declared, alias)
+    option = typer.Option(*names, help=text, **more)
     annotation = _annotated(inner | None if is_optional else inner, option)
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
 

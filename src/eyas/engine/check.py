@@ -6,28 +6,40 @@ device, and reports everything at once. No floating-point weight is read and not
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
+from eyas.comm.group import Group
 from eyas.config import EngineConfig
 from eyas.contract.attention import KVLayout
-from eyas.contract.draft import Draft
-from eyas.contract.target import Target, missing_members
 from eyas.engine.check_behaviour import report_behaviour
+from eyas.engine.check_build import Side, second_copies
 from eyas.engine.check_coverage import report_coverage, report_vocab_maps
 from eyas.engine.check_explain import ExplainedModel, explain
 from eyas.engine.check_lengths import report_lengths
+from eyas.engine.check_parallel import (
+    Division,
+    RankBytes,
+    describe_ranks,
+    divide,
+    fitting_sizes,
+    report_division,
+    report_draft_division,
+)
 from eyas.engine.check_plan import describe_draft, describe_plan, describe_target, report_plan
-from eyas.engine.check_report import CheckReport, Section
+from eyas.engine.check_report import CheckReport, Section, format_bytes
 from eyas.engine.check_vision import describe_images, served_vision
 from eyas.engine.check_weights import report_dtype
-from eyas.engine.device import backends, memory_budget, resolve_device, resolve_dtype
+from eyas.engine.device import (
+    backends,
+    device_count,
+    memory_budget,
+    resolve_device,
+    resolve_draft_dtype,
+    resolve_dtype,
+)
 from eyas.engine.memory_plan import MemoryNeed, MemoryPlan, plan_memory
 from eyas.models.checkpoint import Checkpoint, CheckpointError, NoWeightsError
 from eyas.models.config import DraftConfig, ModelConfig
@@ -35,8 +47,8 @@ from eyas.models.draft_config import inspect_draft
 from eyas.models.findings import Findings
 from eyas.models.quant_config import plain
 from eyas.models.registry import target_class
+from eyas.models.sharding import WHOLE, Parallel
 from eyas.models.target_config import read_target_config
-from eyas.models.weight_slots import WeightSlot, weight_slots
 from eyas.types import CheckError, EyasError
 
 __all__ = ["CheckReport", "run_check"]
@@ -44,39 +56,36 @@ __all__ = ["CheckReport", "run_check"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 
 
-def run_check(config: EngineConfig, *, budget_bytes: int | None = None) -> CheckReport:
+def run_check(
+    config: EngineConfig, *, budget_bytes: int | None = None, device_bytes: int | None = None
+) -> CheckReport:
     """Check that `config.model` and `config.draft` (local folders) can be served as configured.
 
-    budget_bytes: memory to plan with instead of the device's own. Never raises on what is wrong
-    with the files: the report says it (`CheckReport.ok`, `raise_on_errors`).
+    budget_bytes: memory to plan with instead of the device's own. device_bytes: plan for devices
+    that have as much, GPUs unless config.device is "cpu", whatever this machine has. Never raises
+    on what is wrong with the files: the report says it (`CheckReport.ok`, `raise_on_errors`).
     """
-    check = _Check(config, budget_bytes)
+    check = _Check(config, budget_bytes, device_bytes)
     return check.run()
-
-
-@dataclasses.dataclass
-class _Side:
-    """One model as far as it could be read. weight_bytes: in the dtype that it will run in."""
-
-    checkpoint: Checkpoint | None = None
-    model: Any = None
-    slots: dict[str, WeightSlot] = dataclasses.field(default_factory=dict)
-    weight_bytes: int = 0
 
 
 class _Check:
     """One run: steps that add findings and what later steps need."""
 
-    def __init__(self, config: EngineConfig, budget_bytes: int | None) -> None:
+    def __init__(
+        self, config: EngineConfig, budget_bytes: int | None, device_bytes: int | None
+    ) -> None:
         self.config = config
-        self.budget_bytes = budget_bytes
+        self.budget_bytes, self.device_bytes = budget_bytes, device_bytes
+        self.division: Division | None = None
+        self.parallel = WHOLE
         self.findings = Findings()
         self.facts: dict[str, str] = {}
         self.target_config: ModelConfig | None = None
         self.draft_config: DraftConfig | None = None
-        self.target, self.draft = _Side(), _Side()
+        self.target, self.draft = Side(), Side()
         self.device: str | None = None
-        self.dtype = torch.float32
+        self.dtype = self.draft_dtype = torch.float32
         self.need: MemoryNeed | None = None
         self.plan: MemoryPlan | None = None
 
@@ -101,6 +110,9 @@ class _Check:
         )
 
     def _check_device(self) -> None:
+        if self.device_bytes is not None:
+            self.device = "cpu" if self.config.device == "cpu" else "cuda"
+            return
         try:
             self.device = resolve_device(self.config.device)
         except EyasError as error:
@@ -141,6 +153,13 @@ class _Check:
         if takes_images:
             self.facts["images"] = describe_images(target)
         self.dtype = resolve_dtype(self.config, target, checkpoint)
+        self.draft_dtype = resolve_draft_dtype(self.config, self.dtype)
+        self.division = divide(
+            target,
+            num_ranks=self.config.tensor_parallel_size,
+            expert_parallel=self.config.expert_parallel,
+        )
+        self.parallel = self.division.parallel
         is_comparable = report_dtype("target", target, checkpoint, self.dtype, self.findings)
         self.facts["target"] = describe_target(target)
         try:
@@ -148,15 +167,20 @@ class _Check:
         except EyasError as error:
             self.findings.error("target", "unsupported-architecture", str(error))
             return
-        self.target.model = self._build("target", model_class, target, interface=Target)
-        if self.target.model is not None:
-            self._measure(self.target)
-            if is_comparable:
-                ignored = report_coverage(
-                    "target", self.target.model, checkpoint, self.findings, slots=self.target.slots
-                )
-                if ignored:
-                    self.facts["not read"] = ignored
+        self.target.build(
+            "target",
+            model_class,
+            target,
+            dtype=self.dtype,
+            parallel=self.parallel,
+            findings=self.findings,
+        )
+        if self.target.model is not None and is_comparable:
+            ignored = report_coverage(
+                "target", self.target.model, checkpoint, self.findings, slots=self.target.slots
+            )
+            if ignored:
+                self.facts["not read"] = ignored
 
     def _check_draft(self, folder: str) -> None:
         from eyas.models.eagle3 import Eagle3Draft
@@ -178,7 +202,9 @@ class _Check:
         if draft is None:
             return
         checkpoint = reading.checkpoint
-        is_comparable = report_dtype("draft", draft.decoder, checkpoint, self.dtype, self.findings)
+        is_comparable = report_dtype(
+            "draft", draft.decoder, checkpoint, self.draft_dtype, self.findings
+        )
         if self.config.topk > draft.draft_vocab_size:
             self.findings.error(
                 "settings",
@@ -189,41 +215,18 @@ class _Check:
             )
         self.facts["draft"] = describe_draft(draft)
         self.facts["boundaries"] = f"{list(draft.boundaries)}: {draft.boundary_rule}"
-        self.draft.model = self._build("draft", Eagle3Draft, draft, interface=Draft)
-        if self.draft.model is not None:
-            self._measure(self.draft)
-            if is_comparable:
-                report_coverage(
-                    "draft", self.draft.model, checkpoint, self.findings, slots=self.draft.slots
-                )
-
-    def _build(
-        self, subject: str, model_class: Any, config: Any, *, interface: type
-    ) -> nn.Module | None:
-        """The module tree without memory; None, with a finding, if it cannot be built or lacks
-        part of its interface."""
-        missing = missing_members(model_class, interface)
-        if missing:
-            self.findings.error(
-                subject,
-                "interface-members-missing",
-                f"{model_class.__name__} lacks {', '.join(missing)}",
-                f"add them: contract.{interface.__name__} declares what speculation needs",
-            )
-            return None
-        try:
-            # One position: the rotary table is no weight, and a long one takes seconds.
-            model: nn.Module = model_class(config, dtype=self.dtype, device="meta", max_model_len=1)
-        except (EyasError, ValueError, NotImplementedError) as error:
-            self.findings.error(subject, "model-cannot-be-built", str(error))
-            return None
-        return model
-
-    def _measure(self, side: _Side) -> None:
-        side.slots = weight_slots(side.model)
-        side.weight_bytes = sum(
-            math.prod(slot.shape) * slot.dtype.itemsize for slot in side.slots.values()
+        self.draft.build(
+            "draft",
+            Eagle3Draft,
+            draft,
+            dtype=self.draft_dtype,
+            parallel=self.parallel,
+            findings=self.findings,
         )
+        if self.draft.model is not None and is_comparable:
+            report_coverage(
+                "draft", self.draft.model, checkpoint, self.findings, slots=self.draft.slots
+            )
 
     def _check_lengths(self) -> None:
         """After the memory plan, which may have cut the length that will be served."""
@@ -269,19 +272,26 @@ class _Check:
             return
         if self.config.draft is not None and self.draft.model is None:
             return  # half a plan would be wrong
-        self.facts["device"] = f"{device}, {str(self.dtype).removeprefix('torch.')}"
+        self.facts["device"] = self._describe_device(device)
         self.facts["backends"] = "; ".join(f"{k}: {v}" for k, v in backends(device).items())
         tree = self.config.tree_shape()
         shape = "chain" if tree.is_chain else "tree"
         self.facts["round"] = (
             f"{shape} of {tree.num_nodes} nodes, depth {tree.depth}" if tree.depth else "plain"
         )
+        copies = second_copies(
+            target,
+            self.draft_config,
+            dtype=self.dtype,
+            draft_dtype=self.draft_dtype,
+            parallel=self.parallel,
+        )
         self.need = need = MemoryNeed(
             target=target,
             draft=self.draft_config,
             target_weight_bytes=self.target.weight_bytes,
-            draft_weight_bytes=self.draft.weight_bytes,
-            packed_bytes=self._packed_bytes(device),
+            draft_weight_bytes=self.draft.weight_bytes + copies.converted,
+            packed_bytes=copies.packed if device == "cpu" else 0,
             target_layout=self.target.model.kv_layout,
             draft_layout=self._draft_layout(),
             dtype=self.dtype,
@@ -292,23 +302,70 @@ class _Check:
             default_model_len=target.max_position_embeddings,
             max_model_len=self.config.max_model_len,
             kv_cache_tokens=self.config.kv_cache_tokens,
+            draft_dtype=self.draft_dtype,
+            parallel=self.parallel,
         )
-        budget = self.budget_bytes if self.budget_bytes is not None else memory_budget(device)
+        budget = self.budget_bytes
+        if budget is None:
+            budget = memory_budget(
+                device,
+                num_ranks=self.config.tensor_parallel_size,
+                device_bytes=self.device_bytes,
+            )
+        self._check_division(device, budget)
+        if self.division is not None and self.division.undivided:
+            return  # a plan for another number of ranks would be wrong
         self.plan = plan_memory(need, budget_bytes=budget)
-        report_plan(need, self.plan, self.findings)
+        report_plan(need, self.plan, self.findings, fitting=lambda: self._fitting(budget))
         self.facts["memory"] = describe_plan(self.plan)
+
+    def _describe_device(self, device: str) -> str:
+        names = [str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.draft_dtype)]
+        text = f"{device}, {names[0]}"
+        if self.draft.model is not None and names[0] != names[1]:
+            text += f" (draft {names[1]})"
+        if self.device_bytes is not None:
+            text += f", planned for {format_bytes(self.device_bytes)} each, headroom left out"
+        return text
+
+    def _check_division(self, device: str, budget: int | None) -> None:
+        target, division = self.target_config, self.division
+        assert target is not None and division is not None
+        report_division(
+            division,
+            target,
+            expert_parallel=self.config.expert_parallel,
+            num_devices=None if self.device_bytes is not None else device_count(device),
+            fitting=None if budget is None else lambda: self._fitting(budget),
+            findings=self.findings,
+        )
+        if division.undivided or division.asked == 1:
+            return
+        self.facts["ranks"] = describe_ranks(target, self.draft_config, self.parallel)
+        if self.draft_config is not None:
+            report_draft_division(self.draft_config, self.parallel, self.findings)
+
+    def _fitting(self, budget: int | None) -> list[int]:
+        """Numbers of ranks above the one that was asked for, or of all where that does not divide
+        the model, with which the plan fits."""
+        need, division = self.need, self.division
+        assert need is not None and division is not None and self.target_config is not None
+        sizes = [n for n in division.sizes if division.undivided or n > division.asked]
+        if not sizes or budget is None:
+            return []
+        if self.parallel.group.size == 1:  # what divides is seen on a model that is divided
+            divided = Parallel(Group(0, sizes[0]), self.parallel.expert_parallel)
+            both = [side.divided(divided) for side in (self.target, self.draft)]
+        else:
+            both = [self.target, self.draft]
+        ranks = both[0].parallel.group.size
+        target, draft = (
+            None if side.model is None else RankBytes(side.weight_bytes, side.full_bytes, ranks)
+            for side in both
+        )
+        assert target is not None
+        return fitting_sizes(need, sizes, target=target, draft=draft, budget_bytes=budget)
 
     def _draft_layout(self) -> KVLayout | None:
         layout: KVLayout | None = self.draft.model.kv_layout if self.draft.model else None
         return layout
-
-    def _packed_bytes(self, device: str) -> int:
-        """Second copies on a CPU: a packed head beside an embedding that is still looked up, and
-        the draft's own packed copy of a head that it shares with the target."""
-        assert self.target_config is not None
-        target, draft = self.target_config, self.draft_config
-        if device != "cpu":
-            return 0
-        head_bytes = target.vocab_size * target.hidden_size * self.dtype.itemsize
-        shares_head = draft is not None and not draft.has_head
-        return head_bytes * (target.tie_word_embeddings + shares_head)

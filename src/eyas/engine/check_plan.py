@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from eyas.cache.pool import NUM_RESERVED_PAGES
 from eyas.engine.check_report import format_bytes
 from eyas.engine.memory_plan import MIN_MODEL_LEN, MemoryNeed, MemoryPlan, longest_length
@@ -67,19 +69,30 @@ def describe_plan(plan: MemoryPlan) -> str:
     }
     shown = " + ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
     budget = "" if plan.budget_bytes is None else f" of {format_bytes(plan.budget_bytes)}"
+    if plan.num_ranks > 1:
+        budget += " a rank"
     return (
         f"{format_bytes(plan.total_bytes)}{budget}: {shown}; {plan.kv_tokens} KV tokens, model "
         f"length {plan.max_model_len}"
     )
 
 
-def report_plan(need: MemoryNeed, plan: MemoryPlan, findings: Findings) -> None:
-    """Report a plan that does not fit, with what would; or what was cut to make it fit."""
+def report_plan(
+    need: MemoryNeed,
+    plan: MemoryPlan,
+    findings: Findings,
+    *,
+    fitting: Callable[[], Sequence[int]] = tuple,
+) -> None:
+    """Report a plan that does not fit, with what would; or what was cut to make it fit.
+
+    fitting: numbers of ranks above this one with which it fits.
+    """
     if plan.budget_bytes is None:
         findings.skip("device", "memory-unknown", "the device's memory could not be read")
         return
     if not plan.fits:
-        _report_too_small(need, plan, findings)
+        _report_too_small(need, plan, findings, fitting=fitting())
         return
     if plan.max_model_len < (need.max_model_len or need.default_model_len):
         findings.warn(
@@ -100,17 +113,22 @@ def report_plan(need: MemoryNeed, plan: MemoryPlan, findings: Findings) -> None:
         )
 
 
-def _report_too_small(need: MemoryNeed, plan: MemoryPlan, findings: Findings) -> None:
+def _report_too_small(
+    need: MemoryNeed, plan: MemoryPlan, findings: Findings, *, fitting: Sequence[int]
+) -> None:
     assert plan.budget_bytes is not None
+    more_ranks = [f"--tp {fitting[0]}"] if fitting else []
+    each = " on each rank" if plan.num_ranks > 1 else ""
     least = need.total_bytes(1, MIN_MODEL_LEN)
     if least > plan.budget_bytes:
         findings.error(
             "device",
             "memory-weights",
             f"the weights need {format_bytes(need.weight_bytes)} and one short request "
-            f"{format_bytes(least - need.weight_bytes)} more; {format_bytes(plan.budget_bytes)} "
-            "are available",
+            f"{format_bytes(least - need.weight_bytes)} more{each}; "
+            f"{format_bytes(plan.budget_bytes)} are available",
             f"use a device with at least {format_bytes(least)} to spare"
+            + "".join(f", or {option}" for option in more_ranks)
             + (", or --dtype bfloat16" if need.dtype.itemsize > 2 else ""),
         )
         return
@@ -118,7 +136,7 @@ def _report_too_small(need: MemoryNeed, plan: MemoryPlan, findings: Findings) ->
         "device",
         "memory",
         f"{describe_plan(plan)}: that does not fit",
-        "use " + " or ".join(_options(need, plan, plan.budget_bytes)),
+        "use " + " or ".join(_options(need, plan, plan.budget_bytes) + more_ranks),
     )
 
 

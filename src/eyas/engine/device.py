@@ -44,6 +44,15 @@ def resolve_dtype(
     return dtype
 
 
+def resolve_draft_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the draft beside a target that runs in `dtype`."""
+    if config.draft_dtype == "auto":
+        return dtype
+    chosen = getattr(torch, config.draft_dtype)
+    assert isinstance(chosen, torch.dtype)
+    return chosen
+
+
 def backends(device: str) -> dict[str, str]:
     """What will compute, by part: the names of the log and of `--explain`."""
     linear = "cuBLAS" if device == "cuda" else "torch"
@@ -57,10 +66,26 @@ def backends(device: str) -> dict[str, str]:
     }
 
 
-def memory_budget(device: str) -> int | None:
-    """Bytes that may be used on a device, some headroom left; None where it cannot be told."""
-    available = _cuda_bytes() if device == "cuda" else _host_bytes()
-    return None if available is None else int(available * (1 - _HEADROOM[device]))
+def memory_budget(
+    device: str, *, num_ranks: int = 1, device_bytes: int | None = None
+) -> int | None:
+    """Bytes that a rank may use on its device, some headroom left; None where it cannot be told.
+
+    device_bytes: plan with that in place of what is free here. A host's memory is shared by all
+    ranks on it.
+    """
+    available = device_bytes
+    if available is None:
+        available = _cuda_bytes() if device == "cuda" else _host_bytes()
+    if available is None:
+        return None
+    sharing = num_ranks if device == "cpu" else 1
+    return int(available * (1 - _HEADROOM[device])) // sharing
+
+
+def device_count(device: str) -> int | None:
+    """Devices of a kind that ranks can have for themselves; None: any number."""
+    return torch.cuda.device_count() if device == "cuda" else None
 
 
 def _cuda_bytes() -> int:

@@ -18,7 +18,7 @@ from eyas.config import EngineConfig
 from eyas.contract.target import Target
 from eyas.engine.check import run_check
 from eyas.engine.check_report import CheckReport
-from eyas.engine.device import resolve_device, resolve_dtype
+from eyas.engine.device import resolve_device, resolve_draft_dtype, resolve_dtype
 from eyas.engine.engine import Engine
 from eyas.engine.memory_plan import MemoryPlan
 from eyas.engine.worker import Worker, WorkerShape
@@ -32,6 +32,7 @@ from eyas.models.linear import optimize_for_cpu
 from eyas.models.loader import load_weights
 from eyas.models.random_weights import fill_random
 from eyas.models.registry import target_class
+from eyas.models.sharding import WHOLE, Parallel
 from eyas.types import EyasError
 
 
@@ -68,6 +69,7 @@ class Models:
     target: nn.Module
     draft: Eagle3Draft | None
     dtype: torch.dtype
+    draft_dtype: torch.dtype
     device: torch.device
 
 
@@ -79,6 +81,8 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
     clock.lap("resolve")
     report = run_check(config)
     report.raise_on_errors()
+    if config.tensor_parallel_size > 1:
+        raise EyasError("--tp above 1 can be checked and not served yet: leave it out")
     clock.lap("check")
     models = load_models(config, report, progress=progress)
     clock.lap("load")
@@ -88,13 +92,18 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
 
 
 def load_models(
-    config: EngineConfig, report: CheckReport, *, progress: Progress | None = None
+    config: EngineConfig,
+    report: CheckReport,
+    *,
+    parallel: Parallel = WHOLE,
+    progress: Progress | None = None,
 ) -> Models:
-    """Both models with the weights of their folders. report: of the same settings, without
-    errors."""
+    """Both models with the weights of their folders, a rank's part of them. report: of the same
+    settings, without errors."""
     assert report.target is not None and report.plan is not None
     checkpoint = Checkpoint.open(config.model)
     dtype = resolve_dtype(config, report.target, checkpoint)
+    draft_dtype = resolve_draft_dtype(config, dtype)
     device = torch.device(resolve_device(config.device))
     max_model_len = report.plan.max_model_len
     target = load_target(
@@ -103,6 +112,7 @@ def load_models(
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,
+        parallel=parallel,
         progress=progress,
     )
     draft = None
@@ -111,15 +121,18 @@ def load_models(
             report.draft,
             config.draft,
             target,
-            dtype=dtype,
+            dtype=draft_dtype,
             device=device,
             max_model_len=max_model_len,
+            parallel=parallel,
             progress=progress,
         )
-    return Models(target, draft, dtype, device)
+    return Models(target, draft, dtype, draft_dtype, device)
 
 
-def random_models(config: EngineConfig, report: CheckReport, *, seed: int = 0) -> Models:
+def random_models(
+    config: EngineConfig, report: CheckReport, *, parallel: Parallel = WHOLE, seed: int = 0
+) -> Models:
     """Both models with random weights, made on the device. The folders of `config` need hold no
     weights. Raises EyasError for a quantized target, whose packed weights cannot be drawn."""
     assert report.target is not None and report.plan is not None
@@ -129,18 +142,25 @@ def random_models(config: EngineConfig, report: CheckReport, *, seed: int = 0) -
             "quantization_config out of its config.json"
         )
     dtype = resolve_dtype(config, report.target)
+    draft_dtype = resolve_draft_dtype(config, dtype)
     device = torch.device(resolve_device(config.device))
     max_model_len = report.plan.max_model_len
     target: nn.Module = target_class(report.target.architecture)(
-        report.target, dtype=dtype, device=device, max_model_len=max_model_len
+        report.target, dtype=dtype, device=device, max_model_len=max_model_len, parallel=parallel
     )
     fill_random(target, num_layers=report.target.num_layers, seed=seed)
     draft = None
     if report.draft is not None:
-        draft = Eagle3Draft(report.draft, dtype=dtype, device=device, max_model_len=max_model_len)
+        draft = Eagle3Draft(
+            report.draft,
+            dtype=draft_dtype,
+            device=device,
+            max_model_len=max_model_len,
+            parallel=parallel,
+        )
         fill_random(draft, num_layers=1, seed=seed + 1)
         draft.share_with_target(cast(Target, target))
-    return Models(target, draft, dtype, device)
+    return Models(target, draft, dtype, draft_dtype, device)
 
 
 def build_engine(config: EngineConfig, report: CheckReport, models: Models) -> Engine:
@@ -177,7 +197,7 @@ def _build_worker(
         models.draft,
         shape=shape,
         dtype=models.dtype,
-        draft_dtype=models.dtype,
+        draft_dtype=models.draft_dtype,
         device=models.device,
         simulate_acceptance=config.acceptance_rates(),
         cuda_graphs=config.cuda_graphs,
@@ -193,11 +213,12 @@ def load_target(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
+    parallel: Parallel = WHOLE,
     progress: Progress | None = None,
 ) -> nn.Module:
     """The target with its weights."""
     model: nn.Module = target_class(config.architecture)(
-        config, dtype=dtype, device=device, max_model_len=max_model_len
+        config, dtype=dtype, device=device, max_model_len=max_model_len, parallel=parallel
     )
     load_weights(model, checkpoint, progress=_bytes_progress("loading target", progress))
     return model
@@ -211,10 +232,13 @@ def load_draft(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int,
+    parallel: Parallel = WHOLE,
     progress: Progress | None = None,
 ) -> Eagle3Draft:
     """The draft with its weights, sharing the target's embedding and head where it has none."""
-    draft = Eagle3Draft(config, dtype=dtype, device=device, max_model_len=max_model_len)
+    draft = Eagle3Draft(
+        config, dtype=dtype, device=device, max_model_len=max_model_len, parallel=parallel
+    )
     load_weights(
         draft,
         Checkpoint.open(folder),

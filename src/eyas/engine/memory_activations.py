@@ -31,7 +31,8 @@ _INDICES = 4  # a row's token, position, slot and where it is written
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Sizes that do not change. dtype_bytes: of weights, KV and hidden states."""
+    """Sizes that do not change. dtype_bytes: of weights, KV and hidden states;
+    draft_dtype_bytes: the draft's (None: the same)."""
 
     target: ModelConfig
     draft: DraftConfig | None
@@ -39,6 +40,7 @@ class Activations:
     page_size: int
     prefill_chunk_tokens: int
     dtype_bytes: int
+    draft_dtype_bytes: int | None = None
 
     def peak(self, batch_size: int, model_len: int) -> int:
         """Bytes at the worst moment."""
@@ -95,10 +97,12 @@ class Activations:
 
     def _feature_bytes(self, draft: DraftConfig) -> int:
         """What a row of features becomes on its way to the draft's keys and values."""
+        size = self.draft_dtype_bytes or self.dtype_bytes
+        converted = 0 if size == self.dtype_bytes else draft.num_features * size
         if draft.norm_before_fc:
-            return draft.num_features * (self.dtype_bytes + 2 * _FP32_BYTES)
+            return converted + draft.num_features * (size + 2 * _FP32_BYTES)
         width = 2 * draft.num_features if draft.fc_norm else 5 * draft.decoder.hidden_size
-        return width * self.dtype_bytes
+        return converted + width * size
 
     def _plan(self, model: ModelConfig, batch: int, queries: int, rows: int) -> int:
         """Row numbers to read, and the mask: once by row, once by row and query head of a group."""
@@ -165,6 +169,11 @@ class Activations:
     def _draft_step(self, batch: int, queries: int, rows: int) -> int:
         """A forward of the draft and its choice of candidates."""
         assert self.draft is not None
+        if self.draft_dtype_bytes not in (None, self.dtype_bytes):
+            alone = dataclasses.replace(
+                self, dtype_bytes=self.draft_dtype_bytes, draft_dtype_bytes=None
+            )
+            return alone._draft_step(batch, queries, rows)
         decoder, num_rows = self.draft.decoder, batch * queries
         plan = self._plan(decoder, batch, queries, rows)
         layer = self._layer(

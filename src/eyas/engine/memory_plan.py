@@ -26,6 +26,7 @@ from eyas.contract.attention import KVLayout
 from eyas.engine.memory_activations import Activations
 from eyas.engine.worker import WorkerShape
 from eyas.models.config import DraftConfig, ModelConfig
+from eyas.models.sharding import WHOLE, Parallel, local_config
 from eyas.speculative.state import SlotState
 
 MIN_MODEL_LEN = 64  # a device that holds less is called too small
@@ -60,7 +61,8 @@ def slot_state_bytes(
 class MemoryNeed:
     """What the plan is made for. Sizes in bytes unless a name says otherwise.
 
-    target_layout, draft_layout: KV of one token. dtype: of weights, KV and activations.
+    target_layout, draft_layout: KV of one token. dtype: of weights, KV and activations;
+    draft_dtype: the draft's, if it is another one. parallel: whose part it is; sizes are a rank's.
     max_model_len: None takes the longest up to default_model_len that fits; a number must fit.
     kv_cache_tokens: None takes the whole batch at full length, or what fits.
     """
@@ -80,6 +82,13 @@ class MemoryNeed:
     default_model_len: int
     max_model_len: int | None = None
     kv_cache_tokens: int | None = None
+    draft_dtype: torch.dtype | None = None
+    parallel: Parallel = WHOLE
+
+    @property
+    def dtype_of_draft(self) -> torch.dtype:
+        """What the draft runs in."""
+        return self.draft_dtype or self.dtype
 
     @property
     def weight_bytes(self) -> int:
@@ -90,12 +99,14 @@ class MemoryNeed:
     def bytes_per_token(self) -> int:
         """KV of one token in both pools."""
         draft = self.draft_layout.elements_per_token if self.draft_layout else 0
-        return (self.target_layout.elements_per_token + draft) * self.dtype.itemsize
+        target_bytes = self.target_layout.elements_per_token * self.dtype.itemsize
+        return target_bytes + draft * self.dtype_of_draft.itemsize
 
     @property
     def page_end_bytes(self) -> int:
         """The draft's input that a page keeps of its last token."""
-        return self.draft.decoder.hidden_size * self.dtype.itemsize if self.draft else 0
+        size = self.dtype_of_draft.itemsize
+        return self.draft.decoder.hidden_size * size if self.draft else 0
 
     @property
     def page_bytes(self) -> int:
@@ -122,7 +133,7 @@ class MemoryNeed:
         fixed, per_page = slot_state_bytes(
             vocab_size=self.target.vocab_size,
             draft_hidden_size=self.draft.decoder.hidden_size if self.draft else 1,
-            dtype=self.dtype,
+            dtype=self.dtype_of_draft,
             topk=self.tree.topk,
         )
         num_pages = self.shape(batch_size, model_len).max_pages
@@ -130,10 +141,14 @@ class MemoryNeed:
 
     def table_bytes(self, model_len: int) -> int:
         """Cosines and sines of both models by position, and the target's id of each draft id."""
-        heads = [self.target] + ([self.draft.decoder] if self.draft else [])
-        width = sum(int(config.head_dim * config.rope.partial) for config in heads)
+        heads = [(self.target, self.dtype)]
+        if self.draft is not None:
+            heads.append((self.draft.decoder, self.dtype_of_draft))
+        row_bytes = sum(
+            int(config.head_dim * config.rope.partial) * dtype.itemsize for config, dtype in heads
+        )
         ids = self.draft.draft_vocab_size * torch.int64.itemsize if self.draft else 0
-        return 2 * (model_len + MAX_TREE_NODES) * width * self.dtype.itemsize + ids
+        return 2 * (model_len + MAX_TREE_NODES) * row_bytes + ids
 
     def num_pages(self, batch_size: int, model_len: int) -> int:
         """Pages that hold the whole batch at full length, the reserved ones included."""
@@ -142,13 +157,18 @@ class MemoryNeed:
     @functools.cached_property
     def activations(self) -> Activations:
         """What the forwards allocate."""
+        draft = self.draft
+        if draft is not None:
+            decoder = local_config(draft.decoder, self.parallel)
+            draft = dataclasses.replace(draft, decoder=decoder)
         return Activations(
-            target=self.target,
-            draft=self.draft,
+            target=local_config(self.target, self.parallel),
+            draft=draft,
             tree=self.tree,
             page_size=self.page_size,
             prefill_chunk_tokens=self.prefill_chunk_tokens,
             dtype_bytes=self.dtype.itemsize,
+            draft_dtype_bytes=self.dtype_of_draft.itemsize,
         )
 
     def total_bytes(self, batch_size: int, model_len: int, num_pages: int | None = None) -> int:
@@ -170,7 +190,7 @@ class MemoryPlan:
     page_end_bytes: the draft's input at each page's end; slot_bytes: the state of all slots.
     longest_one: the longest model length if one request ran at a time; longest_batch: if all
     max_batch_size did at full length; largest_batch: requests at max_model_len. Each is 0 where
-    nothing fits; None without a budget.
+    nothing fits; None without a budget. num_ranks: how many need as much each.
     """
 
     fits: bool
@@ -192,6 +212,7 @@ class MemoryPlan:
     longest_one: int | None = None
     longest_batch: int | None = None
     largest_batch: int | None = None
+    num_ranks: int = 1
 
 
 def plan_memory(need: MemoryNeed, *, budget_bytes: int | None) -> MemoryPlan:
@@ -281,4 +302,5 @@ def _plan(
         longest_one=longest_one,
         longest_batch=longest_batch,
         largest_batch=largest_batch,
+        num_ranks=need.parallel.group.size,
     )

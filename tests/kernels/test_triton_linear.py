@@ -59,13 +59,11 @@ def check(
     num_rows: int,
     num_in: int = 320,
     num_out: int = 36,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype = torch.bfloat16,
     has_bias: bool = False,
 ) -> None:
     from eyas.kernels import triton_linear
 
-    # The interpreter's tl.dot multiplies the bits of bfloat16 as integers.
-    dtype = dtype or (torch.bfloat16 if config.kind == "vector" else torch.float16)
     x, weight, keywords = arguments(
         form, num_rows=num_rows, num_in=num_in, num_out=num_out, dtype=dtype
     )

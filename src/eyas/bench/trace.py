@@ -1,0 +1,190 @@
+"""Reads a profiler's trace of rounds: where the device's time went, and whether the host waited.
+
+The device runs a round after the host has launched it, so what runs on the device belongs to the
+round in which it was launched: both sides carry the same correlation number.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import gzip
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROUND = "eyas round"  # the annotation around a round's launch
+MARKER = "spin_kernel"  # at the end of each part of a round
+_PARTS = ("draft", "verify", "draft")  # in the order of their markers
+_NUM_SKIPPED = 2  # rounds at the start, before which the device had nothing to do
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_ON_HOST = ("cuda_runtime", "cuda_driver")
+# Calls that return only when the device has done something.
+_WAITS = (
+    "cudaDeviceSynchronize",
+    "cudaStreamSynchronize",
+    "cudaEventSynchronize",
+    "cudaMemcpy",
+    "cudaMemcpy2D",
+    "cuCtxSynchronize",
+    "cuStreamSynchronize",
+    "cuEventSynchronize",
+)
+_NUM_KERNELS = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelTime:
+    """A kernel's share of a round: calls and microseconds, both means over the rounds."""
+
+    name: str
+    calls: float
+    microseconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceResult:
+    """Means over the rounds looked at, in milliseconds, as they ran under the profiler (which
+    slows them down).
+
+    round_ms: from one round's first kernel to the next one's. draft_ms, verify_ms: spans on the
+    device, gaps inside included; copy_ms: after them, the copy of results. between_ms: in which
+    the device did nothing from a round's end to the next one's start; gap_ms: in which it did
+    nothing inside a round. host_waits: calls inside a round's launch that wait for the device, by
+    name, over all rounds; result_waits: such calls between launches. pageable_copies: copies from
+    or to memory that is not pinned, inside launches. kernels: the longest.
+    """
+
+    num_rounds: int
+    round_ms: float
+    part_ms: dict[str, float]
+    between_ms: float
+    gap_ms: float
+    num_kernels: float
+    host_waits: dict[str, int]
+    result_waits: int
+    pageable_copies: int
+    kernels: tuple[KernelTime, ...]
+
+    @property
+    def idle_between_share(self) -> float:
+        """Share of the time in which the device waited for the next round."""
+        return self.between_ms / self.round_ms
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the time in which no kernel or copy ran, gaps inside rounds included."""
+        return (self.between_ms + self.gap_ms) / self.round_ms
+
+
+def read_trace(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace in Chrome's format."""
+    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    events: list[dict[str, Any]] = json.loads(data)["traceEvents"]
+    return events
+
+
+def analyse(events: Iterable[dict[str, Any]]) -> TraceResult | None:
+    """What the trace says of the rounds in it; None where no device was traced."""
+    whole = [e for e in events if e.get("ph") == "X"]
+    rounds = sorted(
+        (e["ts"], e["ts"] + e["dur"])
+        for e in whole
+        if e.get("name") == ROUND and e.get("cat") == "user_annotation"
+    )
+    calls = [e for e in whole if e.get("cat") in _ON_HOST]
+    starts = [start for start, _ in rounds]
+
+    def round_of(time: float) -> int | None:
+        number = bisect.bisect_right(starts, time) - 1
+        return number if number >= 0 and time <= rounds[number][1] else None
+
+    launched = {e["args"]["correlation"]: round_of(e["ts"]) for e in calls if _correlated(e)}
+    by_round: dict[int, list[dict[str, Any]]] = {}
+    for event in whole:
+        if event.get("cat") in _ON_DEVICE and _correlated(event):
+            number = launched.get(event["args"]["correlation"])
+            if number is not None:
+                by_round.setdefault(number, []).append(event)
+    numbers = sorted(by_round)[_NUM_SKIPPED:]
+    if len(numbers) < 2:
+        return None
+    waits = [(e["name"], round_of(e["ts"])) for e in calls if e["name"] in _WAITS]
+    inside = [name for name, number in waits if number is not None]
+    work = [sorted(by_round[number], key=lambda e: e["ts"]) for number in numbers]
+    return _summarise(
+        work,
+        host_waits={name: inside.count(name) for name in sorted(set(inside))},
+        result_waits=len(waits) - len(inside),
+    )
+
+
+def _correlated(event: dict[str, Any]) -> bool:
+    return "correlation" in event.get("args", {})
+
+
+def _summarise(
+    work: Sequence[list[dict[str, Any]]], *, host_waits: dict[str, int], result_waits: int
+) -> TraceResult:
+    """work: by round, in order, what ran on the device, in order. The last round ends the time."""
+    begins = [events[0]["ts"] for events in work]
+    ends = [max(e["ts"] + e["dur"] for e in events) for events in work]
+    count = len(work) - 1
+    counted = work[:-1]
+    spans: dict[str, float] = {}
+    busy = between = 0.0
+    for number, events in enumerate(counted):
+        for part, span in _part_spans(events, ends[number]):
+            spans[part] = spans.get(part, 0.0) + span
+        busy += _covered(events)
+        between += max(0.0, begins[number + 1] - ends[number])
+    whole = begins[-1] - begins[0]
+    per_round = 1 / (1000 * count)  # microseconds of all rounds to milliseconds of one
+    kernels = [e for events in counted for e in events if e["cat"] == "kernel"]
+    kernels = [e for e in kernels if MARKER not in e["name"]]
+    copies = [e for events in counted for e in events if "ageable" in e["name"]]
+    return TraceResult(
+        num_rounds=count,
+        round_ms=whole * per_round,
+        part_ms={part: span * per_round for part, span in spans.items()},
+        between_ms=between * per_round,
+        gap_ms=max(whole - busy - between, 0.0) * per_round,
+        num_kernels=len(kernels) / count,
+        host_waits=host_waits,
+        result_waits=result_waits,
+        pageable_copies=sum(e["cat"] == "gpu_memcpy" for e in copies),
+        kernels=_longest(kernels, count),
+    )
+
+
+def _part_spans(events: Sequence[dict[str, Any]], end: float) -> Iterable[tuple[str, float]]:
+    """The parts of one round and how long each took: they end with markers, the rest copies
+    results. Nothing without markers."""
+    marks = [e["ts"] + e["dur"] for e in events if MARKER in e["name"]]
+    if len(marks) != len(_PARTS):
+        return
+    times = [events[0]["ts"], *marks, max(end, marks[-1])]
+    for part, start, stop in zip((*_PARTS, "copy"), times, times[1:], strict=False):
+        yield part, stop - start
+
+
+def _covered(events: Sequence[dict[str, Any]]) -> float:
+    """Microseconds in which at least one of the events runs. events: by their start."""
+    total, last = 0.0, float("-inf")
+    for event in events:
+        start, end = max(event["ts"], last), event["ts"] + event["dur"]
+        total += max(0.0, end - start)
+        last = max(last, end)
+    return total
+
+
+def _longest(kernels: Sequence[dict[str, Any]], num_rounds: int) -> tuple[KernelTime, ...]:
+    times: dict[str, list[float]] = {}
+    for event in kernels:
+        times.setdefault(event["name"], []).append(event["dur"])
+    found = [
+        KernelTime(name, len(values) / num_rounds, sum(values) / num_rounds)
+        for name, values in times.items()
+    ]
+    return tuple(sorted(found, key=lambda k: -k.microseconds)[:_NUM_KERNELS])

@@ -47,7 +47,7 @@ SURFACE = {
     "audit": "path --engine --class --json --baseline",
     "bench offline": ENGINE.replace("--max-batch-size ", "").replace(f"{CACHING} ", "")
     + f" {PROBE} --batch --prompt-tokens --new-tokens --prompts --random-prompts --num-prompts "
-    "--against --repeats --threads --json",
+    "--against --repeats --threads --shape --profile/--no-profile --trace --plot --json",
 }
 
 
@@ -115,6 +115,15 @@ def test_both_ways_to_start(command: list[str]) -> None:
         ("bench offline x --batch 0", "--batch must be at least 1"),
         ("bench offline x --random-prompts --prompts p", "exclude each other"),
         ("bench offline x --against tgi", "'tgi' is not"),
+        ("bench offline", "give a MODEL, or --shape"),
+        ("bench offline x --shape tiny", "MODEL and --shape exclude each other"),
+        ("bench offline --shape huge", "use one of llama-3.1-8b"),
+        ("bench offline --shape no/config.json", "cannot be read"),
+        ("bench offline --shape tiny --draft y", "--shape makes its own draft"),
+        ("bench offline --shape tiny --num-prompts 3", "does not go with --shape"),
+        ("bench offline --shape tiny --new-tokens 3", "--new-tokens must be at least 16"),
+        ("bench offline --shape tiny --no-profile --trace t", "leave --no-profile out"),
+        ("bench offline x --trace t", "--trace needs --shape"),
     ],
 )
 def test_mistakes_exit_with_1_and_say_what_to_write(arguments: str, message: str) -> None:

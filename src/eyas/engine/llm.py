@@ -11,6 +11,8 @@ from typing import Any
 
 from eyas.config import ConfigError, EngineConfig
 from eyas.engine.acceptance_probe import probe_acceptance
+from eyas.engine.chat_images import EncodedPrompt, encode_chat, load_source, split_messages
+from eyas.engine.image_places import NO_IMAGES
 from eyas.engine.load import LoadedEngine, load_engine
 from eyas.engine.stop_text import AnswerText
 from eyas.engine.tokenizer import Tokenizer
@@ -19,7 +21,7 @@ from eyas.types import EyasError, FinishReason, RequestOutput, SamplingParams, S
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | EncodedPrompt
 
 
 class LLM:
@@ -45,6 +47,8 @@ class LLM:
         self.seconds = self._loaded.seconds
         self.tokenizer = self.engine.tokenizer = Tokenizer(self._loaded.folder)
         self.report = self._loaded.report
+        self._ids = itertools.count()
+        self._told: dict[str, list[StepOutput]] = {}  # by request, until its reader takes it
         if config.acceptance_probe:
             self._probe(config.prefill_chunk_tokens)
 
@@ -56,8 +60,6 @@ class LLM:
         )
         for finding in self.report.findings[num_known:]:
             logger.warning("%s", finding)
-        self._ids = itertools.count()
-        self._told: dict[str, list[StepOutput]] = {}  # by request, until its reader takes it
 
     def generate(
         self,
@@ -76,8 +78,19 @@ class LLM:
     def chat(
         self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None
     ) -> RequestOutput:
-        """Answer a conversation under the model's chat template."""
-        return self.generate([self.tokenizer.render_chat(messages)], params)[0]
+        """Answer a conversation under the model's chat template.
+
+        A message's content is a text, or a list of {"type": "text", "text": …} and, where the
+        model takes images, {"type": "image", "image": …} (a path, a file's bytes or a Pillow
+        image). Raises EyasError for an image that cannot be used.
+        """
+        shown, sources = split_messages(messages)
+        vision = self.engine.vision
+        if sources and vision is None:
+            raise EyasError(NO_IMAGES)
+        images = [load_source(source, vision) for source in sources] if vision else []
+        prompt = encode_chat(self.tokenizer, shown, images, vision=vision)
+        return self.generate([prompt], params)[0]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
@@ -101,8 +114,8 @@ class LLM:
         finally:
             self._leave(request_id)
 
-    def _add(self, request_id: str, token_ids: Sequence[int], params: SamplingParams) -> None:
-        self.engine.add(request_id, token_ids, params)
+    def _add(self, request_id: str, prompt: EncodedPrompt, params: SamplingParams) -> None:
+        self.engine.add(request_id, prompt.token_ids, params, prompt.images)
         self._told[request_id] = []
 
     def _take(self, request_ids: Iterable[str]) -> list[StepOutput]:
@@ -129,8 +142,11 @@ class LLM:
     def _text(self, params: SamplingParams) -> AnswerText:
         return AnswerText(self.tokenizer, params.stop, stop_ids=self.engine.stop_ids(params))
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def _encode(self, prompt: Prompt) -> EncodedPrompt:
+        if isinstance(prompt, EncodedPrompt):
+            return prompt
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return EncodedPrompt(token_ids)
 
     def _run(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
@@ -138,12 +154,12 @@ class LLM:
         requests: dict[str, tuple[RequestOutput, SamplingParams]] = {}
         try:
             for prompt, one in zip(prompts, params, strict=True):
-                token_ids = self._encode(prompt)
+                encoded = self._encode(prompt)
                 for index, answer in enumerate(_answers(one)):
                     request_id = str(next(self._ids))
-                    self._add(request_id, token_ids, answer)
+                    self._add(request_id, encoded, answer)
                     output = RequestOutput(
-                        request_id, token_ids, [], "", FinishReason.ABORT, index=index
+                        request_id, encoded.token_ids, [], "", FinishReason.ABORT, index=index
                     )
                     requests[request_id] = output, answer
             while requests:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -31,6 +32,21 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="For running requests to end after a signal.")
     ] = 10.0,
+    max_images: Annotated[int, typer.Option(min=1, help="Images a request.")] = 16,
+    max_image_bytes: Annotated[
+        int, typer.Option(min=1, help="Of an image's file; requests may be a third longer.")
+    ] = 10 << 20,
+    max_image_pixels: Annotated[
+        int, typer.Option(min=1, help="Of an image; decoding takes four bytes for each.")
+    ] = 50_000_000,
+    allow_local_images: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Folder of which clients may name images by file: URLs; default: none.",
+        ),
+    ] = None,
     allow_simulated_acceptance: Annotated[
         bool,
         typer.Option(
@@ -45,6 +61,7 @@ def serve(
             "with --simulate-acceptance the answers are not the model's: leave it out, or add "
             "--allow-simulated-acceptance to serve them all the same"
         )
+    from eyas.models.images import ImageLimits
     from eyas.server import launch  # heavy: FastAPI, and torch behind it
 
     settings = launch.ServerSettings(
@@ -54,5 +71,9 @@ def serve(
         api_keys=tuple(api_key or ()),
         log_format=log_format,
         drain_seconds=drain_seconds,
+        image_limits=ImageLimits(
+            max_bytes=max_image_bytes, max_pixels=max_image_pixels, max_images=max_images
+        ),
+        allow_local_images=allow_local_images,
     )
     return launch.serve(config, settings)

@@ -25,6 +25,7 @@ from eyas.engine.messages import (
     Verdict,
 )
 from eyas.engine.stats import EngineCounters
+from eyas.models.config import VisionConfig
 from eyas.types import EyasError, ImageInput, SamplingParams, StepOutput
 
 if TYPE_CHECKING:  # the engine brings torch along, which a client of it can do without
@@ -107,6 +108,11 @@ class EngineHandle:
     def vocab_size(self) -> int:
         """Token ids are below it."""
         return self.info.vocab_size
+
+    @property
+    def vision(self) -> VisionConfig | None:
+        """How images are prepared, None where none are taken."""
+        return self.info.vision
 
     @property
     def error(self) -> str | None:

@@ -110,7 +110,8 @@ def split_messages(
     A part of a content may be {"type": "image", "image": SOURCE}, or as in the HTTP API
     {"type": "image_url", "image_url": {"url": "data:…"}}.
     """
-    shown, sources = [], []
+    shown: list[Mapping[str, Any]] = []
+    sources: list[Any] = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
+from eyas.engine.chat_images import EncodedPrompt
 from eyas.server.access import AccessMiddleware
 from eyas.server.errors import ApiError, as_api_error, error_response, install_error_handlers
 from eyas.server.formats import ChatFormat, CompletionFormat, Envelope, Format, ModelCard
@@ -15,11 +16,13 @@ from eyas.server.metrics import CONTENT_TYPE, Meter, Metrics
 from eyas.server.openapi import openapi_document
 from eyas.server.protocol import (
     AnyRequest,
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
+    image_places,
     parse_request,
 )
 from eyas.server.service import Generation, Service
@@ -69,6 +72,16 @@ def create_app(
     return app
 
 
+async def _encode_chat(
+    service: Service, messages: Sequence[ChatMessage], body: ChatRequest | TokenizeRequest
+) -> EncodedPrompt:
+    return await service.encode_chat(
+        [message.for_template() for message in messages],
+        body.chat_template_kwargs,
+        image_places(messages),
+    )
+
+
 class _Routes:
     def __init__(self, state: ServerState, model: ModelCard, max_body_bytes: int) -> None:
         self._state, self._model, self._max_body_bytes = state, model, max_body_bytes
@@ -100,8 +113,7 @@ class _Routes:
         service = self._state.service()
         body = await self._parse(request, TokenizeRequest)
         if body.messages is not None:
-            messages = [message.for_template() for message in body.messages]
-            tokens = await service.render_chat(messages, body.chat_template_kwargs)
+            tokens = (await _encode_chat(service, body.messages, body)).token_ids
         else:
             special = body.add_special_tokens
             [tokens] = await service.encode([body.prompt or ""], add_special_tokens=special)
@@ -116,9 +128,13 @@ class _Routes:
 
     async def chat(self, request: Request) -> Response:
         async def start(service: Service, body: ChatRequest) -> Generation:
-            messages = [message.for_template() for message in body.messages]
-            prompt = await service.render_chat(messages, body.chat_template_kwargs)
-            return await service.generate([prompt], body.sampling_params(), num_choices=body.n)
+            prompt = await _encode_chat(service, body.messages, body)
+            return await service.generate(
+                [prompt.token_ids],
+                body.sampling_params(),
+                num_choices=body.n,
+                images=[prompt.images],
+            )
 
         return await self._answer(request, ChatRequest, start, ChatFormat())
 

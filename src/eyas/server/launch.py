@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Coroutine
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Protocol
 
 from eyas.config import EngineConfig
@@ -25,8 +26,10 @@ from eyas.engine.engine_process import EngineProcess, Loaded, LoadError
 from eyas.engine.serving_load import load_for_serving
 from eyas.engine.tokenizer import Tokenizer
 from eyas.models.embedded import Progress
+from eyas.models.images import ImageLimits
 from eyas.server.app import create_app
 from eyas.server.formats import ModelCard
+from eyas.server.images import ImageReader, body_limit
 from eyas.server.log_format import LogFormat, configure_logging
 from eyas.server.process import HttpServer, Stop, stop_on_signals
 from eyas.server.service import EngineClient, Service
@@ -62,6 +65,8 @@ class ServerSettings:
 
     served_model_name: what clients call the model; default config.model. api_keys: clients must
     bring one of them. drain_seconds: how long running requests have to end after a signal.
+    image_limits: what is taken of images; allow_local_images: a folder that clients may name
+    images of by file: URLs.
     """
 
     host: str = "127.0.0.1"
@@ -70,6 +75,8 @@ class ServerSettings:
     api_keys: tuple[str, ...] = ()
     log_format: LogFormat = "text"
     drain_seconds: float = DRAIN_SECONDS
+    image_limits: ImageLimits = ImageLimits()
+    allow_local_images: Path | None = None
 
 
 def serve(config: EngineConfig, settings: ServerSettings) -> int:
@@ -98,14 +105,20 @@ async def run_server(engine: ServedEngine, model: ModelCard, settings: ServerSet
         )
         return EXIT_FAILED
     state = ServerState()
-    http = HttpServer(create_app(state, model, api_keys=settings.api_keys))
+    app = create_app(
+        state,
+        model,
+        max_body_bytes=body_limit(settings.image_limits),
+        api_keys=settings.api_keys,
+    )
+    http = HttpServer(app)
     url = _url(listener)
     logger.info("listening on %s; /ready tells when %s answers", url, model.name)
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     try:
         with stop_on_signals() as stop:
             serving.add_done_callback(lambda _: stop.asked.set())  # it should not end by itself
-            life = _Life(state, engine, stop, drain_seconds=settings.drain_seconds)
+            life = _Life(state, engine, stop, settings)
             code = await life.live(ready_text=f"{model.name} on {url}")
             http.force_exit = stop.at_once.is_set()
             return code
@@ -118,10 +131,10 @@ class _Life:
     """Load, serve until told to stop or the engine dies, end."""
 
     def __init__(
-        self, state: ServerState, engine: ServedEngine, stop: Stop, *, drain_seconds: float
+        self, state: ServerState, engine: ServedEngine, stop: Stop, settings: ServerSettings
     ) -> None:
         self._state, self._engine, self._stop = state, engine, stop
-        self._drain_seconds = drain_seconds
+        self._settings = settings
 
     async def live(self, *, ready_text: str) -> int:
         """Returns the exit code; the engine has ended then."""
@@ -156,7 +169,9 @@ class _Life:
         for finding in loaded.warnings:
             logger.warning("%s", finding)
         await importing
-        service = Service(self._engine, await asyncio.to_thread(Tokenizer, loaded.folder))
+        images = ImageReader(self._settings.image_limits, self._settings.allow_local_images)
+        tokenizer = await asyncio.to_thread(Tokenizer, loaded.folder)
+        service = Service(self._engine, tokenizer, images)
         self._state.warm_up()
         try:
             await _warm_up(self._engine)
@@ -175,7 +190,7 @@ class _Life:
             await asyncio.sleep(LINGER_SECONDS)
             return EXIT_FAILED
         self._state.stop()
-        deadline = asyncio.sleep(self._drain_seconds)
+        deadline = asyncio.sleep(self._settings.drain_seconds)
         await _first(_idle(service), self._stop.at_once.wait(), deadline, engine.died())
         return EXIT_OK
 

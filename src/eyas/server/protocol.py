@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
@@ -55,17 +55,31 @@ _PROMPT_SCHEMA = WithJsonSchema(
         ]
     }
 )
+_TEXT_PART: dict[str, Any] = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": _TEXT},
+    "required": ["type", "text"],
+}
+_IMAGE_PART: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "image_url"},
+        "image_url": {
+            "type": "object",
+            "properties": {"url": _TEXT, "detail": {"enum": ["auto", "high"]}},
+            "required": ["url"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["type", "image_url"],
+}
 _CONTENT_SCHEMA = WithJsonSchema(
     {
         "anyOf": [
             _TEXT,
             {
                 "type": "array",
-                "items": {
-                    "type": "object",
-                    "properties": {"type": {"const": "text"}, "text": _TEXT},
-                    "required": ["type", "text"],
-                },
+                "items": {"anyOf": [_TEXT_PART, _IMAGE_PART]},
             },
         ]
     }
@@ -95,11 +109,19 @@ class StreamOptions(_Strict):
     include_obfuscation: Literal[False] = False
 
 
+class ImageUrl(_Strict):
+    """Where an image is. detail: every image is taken as it is, up to the model's own limits."""
+
+    url: str
+    detail: Literal["auto", "high"] = "auto"
+
+
 class ChatMessage(_Strict):
-    """One message of a conversation; content parts of type text are joined as they are."""
+    """One message of a conversation. Content parts of type text alone are joined as they are;
+    with images among them they stay apart."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, _CONTENT_SCHEMA]
+    content: Annotated[str | list[str | ImageUrl], _CONTENT_SCHEMA]
     name: str | None = None
 
     @model_validator(mode="before")
@@ -119,22 +141,55 @@ class ChatMessage(_Strict):
     def _join_parts(cls, content: Any) -> Any:
         if not isinstance(content, list):
             return content
-        texts = []
-        for index, part in enumerate(content):
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(
-                    f'part {index} is not {{"type": "text", "text": "..."}}; other parts '
-                    "(images, audio, files) are not supported"
-                )
-            texts.append(part["text"])
-        return "".join(texts)
+        parts = [_part(index, part) for index, part in enumerate(content)]
+        has_images = any(not isinstance(part, str) for part in parts)
+        return parts if has_images else "".join(parts)
 
-    def for_template(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _images_of_users(self) -> ChatMessage:
+        if self.role != "user" and self.image_urls:
+            raise ValueError(f"images are taken in messages of role user, not {self.role}")
+        return self
+
+    @property
+    def image_urls(self) -> list[str]:
+        """Of its images, in their order."""
+        content = self.content
+        return [] if isinstance(content, str) else [p.url for p in content if not isinstance(p, str)]
+
+    def for_template(self) -> dict[str, Any]:
         """The message as chat templates know it: "developer" is today's name of "system"."""
         role = "system" if self.role == "developer" else self.role
-        message = {"role": role, "content": self.content}
+        content: Any = self.content
+        if not isinstance(content, str):
+            content = [
+                {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+                for part in content
+            ]
+        message = {"role": role, "content": content}
         return message if self.name is None else message | {"name": self.name}
+
+
+def _part(index: int, part: Any) -> Any:
+    """A text as it is, an image as the object that says where it is."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    if kind == "image_url" and isinstance(part.get("image_url"), dict):
+        return part["image_url"]
+    raise ValueError(
+        f'part {index} is neither {{"type": "text", "text": "..."}} nor {{"type": "image_url", '
+        '"image_url": {"url": "data:..."}}; other parts (audio, files) are not supported'
+    )
+
+
+def image_places(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
+    """(where it stands in the body, its url) of each image of a conversation."""
+    return [
+        (f"messages[{index}].content", url)
+        for index, message in enumerate(messages)
+        for url in message.image_urls
+    ]
 
 
 # Keys of a JSON object are strings; a longer number is no token anyhow.

@@ -15,13 +15,16 @@ from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 from eyas.engine.async_engine import RequestFailedError
+from eyas.engine.chat_images import EncodedPrompt, encode_chat
 from eyas.engine.messages import EngineStatus
 from eyas.engine.stats import EngineCounters
 from eyas.engine.stop_text import AnswerText
 from eyas.engine.tokenizer import Tokenizer
+from eyas.models.config import VisionConfig
 from eyas.server.errors import ApiError
+from eyas.server.images import ImageReader
 from eyas.server.token_text import LogprobTexts, ShownLogprob, TokenTexts
-from eyas.types import EyasError, FinishReason, SamplingParams, StepOutput
+from eyas.types import EyasError, FinishReason, ImageInput, SamplingParams, StepOutput
 
 MAX_SEQUENCES = 1024  # prompts × n of one HTTP request
 
@@ -50,6 +53,10 @@ class EngineClient(Protocol):
         """Token ids are below it."""
 
     @property
+    def vision(self) -> VisionConfig | None:
+        """How images are prepared, None where none are taken."""
+
+    @property
     def error(self) -> str | None:
         """Why the engine has ended, None while it lives."""
 
@@ -64,7 +71,11 @@ class EngineClient(Protocol):
         """All tokens that end such a request."""
 
     async def submit(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        images: Sequence[ImageInput] = (),
     ) -> OutputStream:
         """Queue a request. Raises EyasError if the engine refuses it, EngineDeadError if ended."""
 
@@ -216,10 +227,13 @@ def _whole(index: int, pieces: Sequence[Piece]) -> Piece:
 
 
 class Service:
-    """An engine with its tokenizer."""
+    """An engine with its tokenizer. images: how those of clients are read; default: within the
+    usual limits, from the request alone."""
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer) -> None:
-        self.engine = engine
+    def __init__(
+        self, engine: EngineClient, tokenizer: Tokenizer, images: ImageReader | None = None
+    ) -> None:
+        self.engine, self._images = engine, images or ImageReader()
         self._tokenizer, self._texts = tokenizer, TokenTexts(tokenizer)
         self._ids = itertools.count()
         # Not the event loop's thread, for a long prompt takes a while; one, for tokenizers are
@@ -230,7 +244,24 @@ class Service:
         self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
     ) -> list[int]:
         """Token ids of a conversation. Raises EyasError if the template refuses it."""
-        return await self._in_thread(lambda: self._tokenizer.render_chat(messages, settings))
+        return (await self.encode_chat(messages, settings)).token_ids
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        settings: Mapping[str, Any],
+        images: Sequence[tuple[str, str]] = (),
+    ) -> EncodedPrompt:
+        """A conversation with its images, given as (where it stands in the body, url).
+
+        Raises EyasError if the template refuses it, ApiError (400) for an image that cannot be
+        used.
+        """
+        vision = self.engine.vision
+        read = await self._images.read_all(images, vision)
+        return await self._in_thread(
+            lambda: encode_chat(self._tokenizer, messages, read, vision=vision, settings=settings)
+        )
 
     async def encode(
         self, prompts: Sequence[str | list[int]], *, add_special_tokens: bool = True
@@ -265,12 +296,14 @@ class Service:
         num_choices: int = 1,
         default_max_tokens: int | None = None,
         echo: Sequence[str] | None = None,
+        images: Sequence[Sequence[ImageInput]] | None = None,
     ) -> Generation:
         """Start all choices; returns once the engine has accepted each of them.
 
         Choice number i of a prompt is index prompt × num_choices + i; with a seed it uses
         seed + i. default_max_tokens: where params has no max_tokens, at most that many as fit;
-        None means as many as fit. echo: texts that the answers to each prompt begin with.
+        None means as many as fit. echo: texts that the answers to each prompt begin with. images:
+        of each prompt, in their places.
 
         Raises ApiError (400) if the engine refuses any choice; none runs on then.
         """
@@ -288,7 +321,12 @@ class Service:
             for number, prompt in enumerate(prompts)
             for i in range(num_choices)
         ]
-        streams = await _all_or_none([self._submit(prompt, one) for _, prompt, one in wanted])
+        streams = await _all_or_none(
+            [
+                self._submit(prompt, one, images[number] if images else ())
+                for number, prompt, one in wanted
+            ]
+        )
         answers = [
             Answer(stream, one, number, echo[number] if echo else "")
             for stream, (number, _, one) in zip(streams, wanted, strict=True)
@@ -304,10 +342,13 @@ class Service:
     def close(self) -> None:
         """Let the tokenizer's thread go."""
         self._executor.shutdown(wait=False)
+        self._images.close()
 
-    async def _submit(self, prompt: list[int], params: SamplingParams) -> OutputStream:
+    async def _submit(
+        self, prompt: list[int], params: SamplingParams, images: Sequence[ImageInput]
+    ) -> OutputStream:
         try:
-            return await self.engine.submit(f"request-{next(self._ids)}", prompt, params)
+            return await self.engine.submit(f"request-{next(self._ids)}", prompt, params, images)
         except EyasError as error:
             too_long = len(prompt) + (params.max_tokens or 1) > self.engine.max_model_len
             code = "context_length_exceeded" if too_long else "invalid_value"

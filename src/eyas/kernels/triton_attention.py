@@ -157,12 +157,16 @@ def _tree_kernel(
     table_ptr += request.to(tl.int64) * table_stride
     k_ptr += head * D
     v_ptr += head * DV
+    first_N = begin + tl.arange(0, BLOCK_N)
+    # A step ahead: keys and values then wait for nothing, and more of them are under way.
+    page_N = tl.load(table_ptr + (first_N + FIRST_INDEX) // PAGE, mask=first_N < prefix, other=0)
     for start in tl.range(begin, end, BLOCK_N):
         column_N = start + tl.arange(0, BLOCK_N)
         index_N = column_N + FIRST_INDEX
         node_N = column_N - prefix
         paged_N = node_N < 0
-        page_N = tl.load(table_ptr + index_N // PAGE, mask=paged_N, other=0)
+        in_next_N = (column_N + BLOCK_N < prefix) & (start + BLOCK_N < end)
+        next_page_N = tl.load(table_ptr + (index_N + BLOCK_N) // PAGE, mask=in_next_N, other=0)
         in_tail_N = (node_N >= 0) & (node_N < 64)
         shift_N = tl.where(in_tail_N, node_N, 0).to(tl.int64)
         # A node that no row sees may never have been written: not even loaded.
@@ -189,6 +193,7 @@ def _tree_kernel(
         acc_MD = acc_MD * old_M[:, None]
         acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD, input_precision="ieee")
         top_M = new_M
+        page_N = next_page_N
 
     out_MD = acc_MD / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
     ok_MV = ok_M[:, None] & (dv < DV)[None, :]

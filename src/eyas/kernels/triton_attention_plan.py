@@ -28,13 +28,13 @@ def _or(a, b):
 @triton.jit(
     do_not_specialize=[
         "first_index", "most_index", "num_requests", "num_rows", "num_nodes", "num_items", "extra",
-        "first_node", "first_scratch_row", "num_scratch_rows",
+        "first_node", "first_scratch_row", "num_scratch_rows", "min_blocks",
     ]
 )  # fmt: skip
 def _plan_tree_kernel(
     end_ptr, slots_ptr, visible_ptr, items_ptr, bits_ptr, write_ptr, visible_stride_b,
     visible_stride_q, visible_stride_n, first_index, most_index, num_requests, num_rows, num_nodes,
-    num_items, extra, first_node, first_scratch_row, num_scratch_rows, MIN_BLOCKS: tl.constexpr,
+    num_items, extra, first_node, first_scratch_row, num_scratch_rows, min_blocks,
     BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """One program a request; each counts all requests' blocks anew, which costs one load."""
@@ -45,7 +45,7 @@ def _plan_tree_kernel(
     blocks_B = (prefix_B + num_nodes + BLOCK_N - 1) // BLOCK_N
     blocks_B = tl.where(b < num_requests, blocks_B, 0)
     # sum(ceil(blocks / chunk)) <= extra + num_requests = num_items.
-    chunk = tl.maximum((tl.sum(blocks_B, 0) + extra - 1) // extra, MIN_BLOCKS)
+    chunk = tl.maximum((tl.sum(blocks_B, 0) + extra - 1) // extra, min_blocks)
     splits_B = (blocks_B + chunk - 1) // chunk
     mine_B = b == request
     first_item = tl.sum(tl.where(b < request, splits_B, 0), 0)
@@ -186,7 +186,7 @@ def plan_tree(
         extra,
         first_node,
         *scratch,
-        MIN_BLOCKS=config.min_blocks,
+        config.min_blocks,
         BLOCK_N=config.block_n,
         BLOCK_B=triton.next_power_of_2(num_requests),
         BLOCK_Q=triton.next_power_of_2(num_rows),

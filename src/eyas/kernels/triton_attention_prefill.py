@@ -46,14 +46,17 @@ def _attend_columns(
 ):  # fmt: skip
     """Cache entries begin .. end - 1; without MASKED all rows see all of them, in whole blocks."""
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    first_N = begin + tl.arange(0, BLOCK_N)
+    # A step ahead: keys and values then wait for nothing, and more of them are under way.
+    page_N = tl.load(table_ptr + first_N // PAGE, mask=first_N < end, other=0)
     for start in tl.range(begin, end, BLOCK_N):
         index_N = start + tl.arange(0, BLOCK_N)
+        next_N = index_N + BLOCK_N
+        next_page_N = tl.load(table_ptr + next_N // PAGE, mask=next_N < end, other=0)
         if MASKED:
             ok_N = index_N < end
-            page_N = tl.load(table_ptr + index_N // PAGE, mask=ok_N, other=0)
         else:
             ok_N = tl.full([BLOCK_N], True, tl.int1)
-            page_N = tl.load(table_ptr + index_N // PAGE)
         row_N = page_N * PAGE + index_N % PAGE
         k_ND = tl.load(
             k_ptr + (row_N * (NUM_KV_HEADS * D))[:, None] + d[None, :],
@@ -76,6 +79,7 @@ def _attend_columns(
         acc_MD = acc_MD * old_M[:, None]
         acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD, input_precision="ieee")
         top_M = new_M
+        page_N = next_page_N
     return top_M, sum_M, acc_MD
 
 

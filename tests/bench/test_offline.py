@@ -229,6 +229,7 @@ def test_without_draft_leaves_no_draft_setting() -> None:
         model="m",
         draft="d",
         dtype="float32",
+        draft_dtype="bfloat16",
         num_speculative_tokens=4,
         topk=2,
         num_tree_nodes=9,

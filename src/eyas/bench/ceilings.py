@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 
 import torch
 
-from eyas.bench.bandwidth import ReadBandwidth, read_cost
+from eyas.bench.bandwidth import ReadBandwidth, best_seconds, read_cost
 from eyas.config import TreeShape
 from eyas.contract.attention import KVLayout
 from eyas.models.config import DraftConfig, ModelConfig
@@ -54,17 +53,8 @@ def _copy_rate(device: torch.device) -> float:
 
 
 def _best(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest pass; two passes warm up."""
-    seconds = []
-    for _ in range(_PASSES + 2):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[2:])
+    best_seconds(work, device, num_passes=2)  # warms up
+    return best_seconds(work, device, num_passes=_PASSES)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,6 +39,7 @@ from eyas.types import EyasError
 DEFAULT_PROMPT_TOKENS = 128
 _DRAFT_SETTINGS = (
     "draft",
+    "draft_dtype",
     "num_speculative_tokens",
     "topk",
     "num_tree_nodes",

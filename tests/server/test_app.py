@@ -1,5 +1,6 @@
 """The routes: answers, streams, usage and errors, over a fake engine."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -301,6 +302,14 @@ def test_a_dead_engine_is_not_healthy(server: Server) -> None:
 
 
 def test_other_routes_and_methods_have_the_same_shape(server: Server) -> None:
-    assert error_of(server.get("/v1/nothing"), 404)["message"] == "Not Found: GET /v1/nothing"
-    error_of(server.get("/v1/completions"), 405)
+    error = error_of(server.get("/v1/nothing"), 404)
+    assert (error["message"], error["code"]) == ("Not Found: GET /v1/nothing", "not_found")
+    response = server.get("/v1/completions")
+    assert error_of(response, 405)["code"] == "method_not_allowed"
+    assert response.headers["allow"] == "POST"
     error_of(server.get("/docs"), 404)
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/v1/models", "/v1/models/tiny"])
+def test_what_can_be_read_can_be_asked_for_its_head(server: Server, path: str) -> None:
+    assert asyncio.run(server.ask("HEAD", path)).status_code == 200

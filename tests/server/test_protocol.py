@@ -116,6 +116,13 @@ def test_unknown_fields_are_named_with_what_was_meant() -> None:
     assert "chat_template_kwargs" in refusal(complete, chat_template_kwargs={}).message
 
 
+def test_what_a_client_made_up_is_shown_in_part() -> None:
+    many = refusal(chat, **{f"field{i}": 1 for i in range(200_000)})  # and quickly
+    assert many.message.endswith("field9, and 199990 more")
+    long = refusal(chat, **{"temp" * 100_000: 1})
+    assert len(long.message) < 200 and len(long.param or "") < 200
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

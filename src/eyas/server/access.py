@@ -33,7 +33,8 @@ class AccessMiddleware:
     def __init__(self, app: ASGIApp, *, api_keys: tuple[str, ...] = ()) -> None:
         self._app = app
         # Digests compare in the same time whatever the key, its length included.
-        self._digests = [_digest(key) for key in api_keys]
+        sent = [key.encode(errors="surrogateescape") for key in api_keys]
+        self._digests = [hashlib.sha256(key).digest() for key in sent]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -69,7 +70,7 @@ class AccessMiddleware:
         if not self._digests or path in OPEN_PATHS:
             return True
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = _digest(key.strip())
+        given = hashlib.sha256(key.strip().encode("latin-1")).digest()  # the bytes that were sent
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         return scheme.lower() == "bearer" and any(matches)
 
@@ -79,10 +80,6 @@ def _refusal() -> ASGIApp:
     response = error_response(ApiError(401, text, code="invalid_api_key"))
     response.headers["www-authenticate"] = "Bearer"
     return response
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
 def _log(scope: Scope, exchange: Exchange, status: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,6 +16,8 @@ from eyas.types import EyasError
 
 logger = logging.getLogger(__name__)
 
+_MAX_SHOWN = 100  # characters of what a client made up: a body's worth of them is no message
+
 
 class ApiError(Exception):
     """A request that is answered by an HTTP error. param: the field at fault; code: for scripts."""
@@ -23,7 +26,8 @@ class ApiError(Exception):
         self, status: int, message: str, *, param: str | None = None, code: str | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.code = status, message, code
+        self.param = None if param is None else shortened(param)
 
     def body(self) -> dict[str, Any]:
         """The JSON object that clients get."""
@@ -36,6 +40,11 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
+
+
+def shortened(text: str) -> str:
+    """A client's own text as errors show it: its beginning."""
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -53,22 +62,25 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal server error: the server's log says more", code="internal")
 
 
-def error_response(error: Exception) -> JSONResponse:
+def error_response(error: Exception, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """The response to a request that failed before its first byte."""
     api_error = as_api_error(error)
     if (exchange := current_exchange()) is not None:
         exchange.refuse(api_error.code, api_error.param)
-    return JSONResponse(api_error.body(), api_error.status)
+    return JSONResponse(api_error.body(), api_error.status, headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:
     """Answer every failure, routing included, in the same shape."""
 
     def on_error(request: Request, error: Exception) -> JSONResponse:
+        headers = None
         if isinstance(error, HTTPException):  # no such route or method
-            text = f"{error.detail}: {request.method} {request.url.path}"
-            error = ApiError(error.status_code, text)
-        return error_response(error)
+            headers = error.headers  # the methods that there are
+            text = f"{error.detail}: {request.method} {shortened(request.url.path)}"
+            code = error.detail.lower().replace(" ", "_")  # "not_found", "method_not_allowed"
+            error = ApiError(error.status_code, text, code=code)
+        return error_response(error, headers)
 
     for kind in (
         ApiError,

@@ -10,7 +10,9 @@ import difflib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from eyas.server.errors import ApiError
+from eyas.server.errors import ApiError, shortened
+
+_MAX_NAMED = 10  # unknown fields: a body may hold a million of them
 
 # They do not change the answer.
 HARMLESS = {
@@ -67,14 +69,17 @@ def served_fields(
 ) -> dict[str, Any]:
     """The fields of `known` that a body sets; null counts as not set.
 
-    Raises ApiError (400), naming all of them, for fields that nobody knows or that are known and
-    not implemented, unless the value is one that asks for nothing.
+    Raises ApiError (400), naming them, for fields that nobody knows or that are known and not
+    implemented, unless the value is one that asks for nothing.
     """
     names = {*known, *neutral, *HARMLESS}
     unknown = [name for name in body if name not in names]
     if unknown:
-        hinted = ", ".join(_with_hint(name, names) for name in unknown)
-        raise ApiError(400, f"unknown field(s): {hinted}", param=unknown[0], code="unknown_field")
+        hinted = [_with_hint(name, names) for name in unknown[:_MAX_NAMED]]
+        if len(unknown) > _MAX_NAMED:
+            hinted.append(f"and {len(unknown) - _MAX_NAMED} more")
+        text = f"unknown field(s): {', '.join(hinted)}"
+        raise ApiError(400, text, param=unknown[0], code="unknown_field")
     refused = list(_refused(body, neutral))
     if refused:
         raise ApiError(
@@ -99,5 +104,6 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _with_hint(name: str, names: Collection[str]) -> str:
+    name = shortened(name)
     near = difflib.get_close_matches(name, sorted(names), n=1)
     return f"{name} (did you mean {near[0]}?)" if near else name

@@ -10,19 +10,24 @@ from fastapi.responses import JSONResponse
 
 from eyas.engine.chat_images import EncodedPrompt
 from eyas.server.access import AccessMiddleware
-from eyas.server.errors import ApiError, as_api_error, error_response, install_error_handlers
+from eyas.server.chat_message import ChatMessage, image_places
+from eyas.server.errors import (
+    ApiError,
+    as_api_error,
+    error_response,
+    install_error_handlers,
+    shortened,
+)
 from eyas.server.formats import ChatFormat, CompletionFormat, Envelope, Format, ModelCard
 from eyas.server.metrics import CONTENT_TYPE, Meter, Metrics
 from eyas.server.openapi import openapi_document
 from eyas.server.protocol import (
     AnyRequest,
-    ChatMessage,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
-    image_places,
     parse_request,
 )
 from eyas.server.service import Generation, Service
@@ -68,7 +73,8 @@ def create_app(
         ("POST", "/tokenize", routes.tokenize),
         ("POST", "/detokenize", routes.detokenize),
     ):
-        app.add_api_route(path, route, methods=[method], response_model=None)
+        methods = ["GET", "HEAD"] if method == "GET" else [method]
+        app.add_api_route(path, route, methods=methods, response_model=None)
     return app
 
 
@@ -201,7 +207,8 @@ class _Routes:
         if name is not None and name != self._model.name:
             raise ApiError(
                 404,
-                f"the model {name!r} is not served here; this server has {self._model.name!r}",
+                f"the model {shortened(name)!r} is not served here; this server has "
+                f"{self._model.name!r}",
                 param="model",
                 code="model_not_found",
             )

@@ -27,9 +27,7 @@ def body_limit(limits: ImageLimits) -> int:
 class ImageReader:
     """Reads images within limits. local_folder: clients may name its files by file: URLs."""
 
-    def __init__(
-        self, limits: ImageLimits | None = None, local_folder: Path | None = None
-    ) -> None:
+    def __init__(self, limits: ImageLimits | None = None, local_folder: Path | None = None) -> None:
         self._limits, self._local_folder = limits or ImageLimits(), local_folder
         self._executor = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="eyas-images")
 

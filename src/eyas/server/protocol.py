@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     WithJsonSchema,
@@ -21,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from eyas.server.chat_message import ChatMessage, Strict
 from eyas.server.errors import ApiError
 from eyas.server.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, served_fields
 from eyas.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
@@ -28,18 +28,6 @@ from eyas.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 1000
 MAX_CHOICES = 128  # OpenAI's limit of n
 _MAX_SHOWN_ERRORS = 3
-# Fields of a message that other servers return; clients send them back empty.
-_MESSAGE_EMPTY = {
-    "annotations",
-    "audio",
-    "function_call",
-    "reasoning",
-    "reasoning_content",
-    "refusal",
-    "tool_call_id",
-    "tool_calls",
-}
-
 Prompt = str | list[int]
 
 # As clients may write what is one type here; for the OpenAPI document.
@@ -55,39 +43,6 @@ _PROMPT_SCHEMA = WithJsonSchema(
         ]
     }
 )
-_TEXT_PART: dict[str, Any] = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": _TEXT},
-    "required": ["type", "text"],
-}
-_IMAGE_PART: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "image_url"},
-        "image_url": {
-            "type": "object",
-            "properties": {"url": _TEXT, "detail": {"enum": ["auto", "high"]}},
-            "required": ["url"],
-            "additionalProperties": False,
-        },
-    },
-    "required": ["type", "image_url"],
-}
-_CONTENT_SCHEMA = WithJsonSchema(
-    {
-        "anyOf": [
-            _TEXT,
-            {
-                "type": "array",
-                "items": {"anyOf": [_TEXT_PART, _IMAGE_PART]},
-            },
-        ]
-    }
-)
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 class StreamUsage(enum.Enum):
@@ -98,7 +53,7 @@ class StreamUsage(enum.Enum):
     ALWAYS = enum.auto()  # so far, in every chunk, too
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """include_usage: send the usage in a chunk of its own before the end.
 
     continuous_usage_stats: with it, every chunk tells the usage so far.
@@ -107,89 +62,6 @@ class StreamOptions(_Strict):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
-
-
-class ImageUrl(_Strict):
-    """Where an image is. detail: every image is taken as it is, up to the model's own limits."""
-
-    url: str
-    detail: Literal["auto", "high"] = "auto"
-
-
-class ChatMessage(_Strict):
-    """One message of a conversation. Content parts of type text alone are joined as they are;
-    with images among them they stay apart."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | list[str | ImageUrl], _CONTENT_SCHEMA]
-    name: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_empty(cls, message: Any) -> Any:
-        if not isinstance(message, dict):
-            return message
-        if message.get("role") in ("tool", "function"):
-            raise ValueError(f"messages of role {message['role']} are not supported")
-        for name in _MESSAGE_EMPTY & message.keys():
-            if message[name] not in (None, [], ""):
-                raise ValueError(f"{name} is not supported in messages")
-        return {name: value for name, value in message.items() if name not in _MESSAGE_EMPTY}
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _join_parts(cls, content: Any) -> Any:
-        if not isinstance(content, list):
-            return content
-        parts = [_part(index, part) for index, part in enumerate(content)]
-        has_images = any(not isinstance(part, str) for part in parts)
-        return parts if has_images else "".join(parts)
-
-    @model_validator(mode="after")
-    def _images_of_users(self) -> ChatMessage:
-        if self.role != "user" and self.image_urls:
-            raise ValueError(f"images are taken in messages of role user, not {self.role}")
-        return self
-
-    @property
-    def image_urls(self) -> list[str]:
-        """Of its images, in their order."""
-        content = self.content
-        return [] if isinstance(content, str) else [p.url for p in content if not isinstance(p, str)]
-
-    def for_template(self) -> dict[str, Any]:
-        """The message as chat templates know it: "developer" is today's name of "system"."""
-        role = "system" if self.role == "developer" else self.role
-        content: Any = self.content
-        if not isinstance(content, str):
-            content = [
-                {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
-                for part in content
-            ]
-        message = {"role": role, "content": content}
-        return message if self.name is None else message | {"name": self.name}
-
-
-def _part(index: int, part: Any) -> Any:
-    """A text as it is, an image as the object that says where it is."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    if kind == "image_url" and isinstance(part.get("image_url"), dict):
-        return part["image_url"]
-    raise ValueError(
-        f'part {index} is neither {{"type": "text", "text": "..."}} nor {{"type": "image_url", '
-        '"image_url": {"url": "data:..."}}; other parts (audio, files) are not supported'
-    )
-
-
-def image_places(messages: Sequence[ChatMessage]) -> list[tuple[str, str]]:
-    """(where it stands in the body, its url) of each image of a conversation."""
-    return [
-        (f"messages[{index}].content", url)
-        for index, message in enumerate(messages)
-        for url in message.image_urls
-    ]
 
 
 # Keys of a JSON object are strings; a longer number is no token anyhow.
@@ -201,7 +73,7 @@ _STOP_SCHEMA = WithJsonSchema(
 )
 
 
-class _Request(_Strict):
+class _Request(Strict):
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] = 0
@@ -350,7 +222,7 @@ def _is_token_array(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(Strict):
     """The body of /tokenize: a text, or a conversation as the chat template renders it."""
 
     model: str | None = None
@@ -366,7 +238,7 @@ class TokenizeRequest(_Strict):
         return self
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(Strict):
     """The body of /detokenize."""
 
     model: str | None = None

@@ -240,12 +240,6 @@ class Service:
         # not promised to be safe in several.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="eyas-tokenizer")
 
-    async def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]
-    ) -> list[int]:
-        """Token ids of a conversation. Raises EyasError if the template refuses it."""
-        return (await self.encode_chat(messages, settings)).token_ids
-
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -8,7 +8,14 @@ import torch
 from torch.nn import functional as F
 
 from eyas.kernels import reference
-from eyas.kernels.linear_config import FORMS, Form, LinearConfig, padded_rows, search_space
+from eyas.kernels.linear_config import (
+    FORMS,
+    Form,
+    LinearConfig,
+    LinearPlan,
+    row_bucket,
+    search_space,
+)
 
 NEEDS_TRITON = pytest.mark.interpreter
 VECTOR = LinearConfig("vector", 2, block_out=2, block_in=256, num_warps=1)
@@ -101,7 +108,7 @@ def test_shapes_that_do_not_divide(name: str, num_out: int, num_in: int) -> None
 @NEEDS_TRITON
 @pytest.mark.parametrize("num_rows", [1, 3, 4, 16])
 def test_numbers_of_rows(num_rows: int) -> None:
-    rows = padded_rows(num_rows)
+    rows = 1 << (num_rows - 1).bit_length()
     check("add", dataclasses.replace(VECTOR, rows=rows), num_rows=num_rows)
     check("norm", dataclasses.replace(MATRIX, rows=max(rows, 16)), num_rows=num_rows)
 
@@ -158,3 +165,15 @@ def test_a_configuration_larger_than_the_layer_does_not_fit() -> None:
     assert not MATRIX.fits("plain", num_out=16, num_in=32)
     assert not MATRIX.fits("gated", num_out=16, num_in=64)
     assert not MATRIX.fits("gated", num_out=33, num_in=64)
+
+
+def test_buckets_of_rows() -> None:
+    found = {num_rows: row_bucket(num_rows) for num_rows in (1, 2, 3, 5, 16, 17, 64, 65)}
+    assert found == {1: 1, 2: 2, 3: 4, 5: 16, 16: 16, 17: 64, 64: 64, 65: None}
+
+
+def test_a_plan() -> None:
+    plan = LinearPlan({("norm", 4): VECTOR, ("norm", 16): None})
+    assert plan.config("norm", 3) is VECTOR and plan.config("norm", 10) is None
+    assert plan.config("norm", 1) is None and plan.config("add", 4) is None
+    assert plan.config("norm", 1000) is None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from eyas.kernels import reference
+from eyas.kernels import dispatch, reference
 
 pytestmark = pytest.mark.interpreter
 
@@ -90,7 +90,11 @@ def test_pair_norm(kernels: Any, dtype: torch.dtype) -> None:
     embed_VH, hidden_TH = randn(11, 48, dtype=dtype), randn(3, 48, dtype=dtype, seed=1)
     norms = ((randn(48, dtype=dtype, seed=2), 1e-5), (randn(48, dtype=dtype, seed=3), 1e-2))
     out = kernels.pair_norm(tokens_T, embed_VH, hidden_TH, norms=norms)
-    assert_close(out, reference.pair_norm(tokens_T, embed_VH, hidden_TH, norms=norms))
+    inputs = (embed_VH[tokens_T], hidden_TH)
+    halves = [reference.rms_norm(x, *norm) for x, norm in zip(inputs, norms, strict=True)]
+    expected = torch.cat(halves, dim=-1)
+    assert_close(out, expected)
+    assert torch.equal(dispatch.pair_norm(tokens_T, embed_VH, hidden_TH, norms=norms), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from eyas.kernels import native, reference
 from eyas.kernels.linear_config import LinearConfig
@@ -76,7 +77,9 @@ def pair_norm(
         out_TE = triton_norm.pair_norm(tokens_T, embed_VH, hidden_TH, norms=norms)
         if out_TE is not None:
             return out_TE
-    return reference.pair_norm(tokens_T, embed_VH, hidden_TH, norms=norms)
+    embedded_TH = F.embedding(tokens_T, embed_VH)
+    halves = [rms_norm(x, *norm) for x, norm in zip((embedded_TH, hidden_TH), norms, strict=True)]
+    return torch.cat(halves, dim=-1)
 
 
 def few_row_linear(

@@ -6,7 +6,7 @@ Holds no kernel, so that plans can be made and read where Triton is missing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 # plain: y = x W^T (+ b); norm: RMSNorm of x first; add: plus a residual, rounded after the sum of
@@ -45,9 +45,24 @@ class LinearConfig:
         return self.block_out <= num_out and self.block_in <= max(num_in, 16)
 
 
-def padded_rows(num_rows: int) -> int:
-    """Rows of the configuration that serves num_rows rows."""
-    return max(1 << (num_rows - 1).bit_length(), 1)
+ROW_BUCKETS = (1, 2, 4, 16, MAX_ROWS)
+
+
+def row_bucket(num_rows: int) -> int | None:
+    """Rows that num_rows rows are planned as; None where they are too many."""
+    return next((rows for rows in ROW_BUCKETS if num_rows <= rows), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearPlan:
+    """What was chosen for one layer: by form and bucket of rows, None for the plain product."""
+
+    choices: Mapping[tuple[Form, int], LinearConfig | None]
+
+    def config(self, form: Form, num_rows: int) -> LinearConfig | None:
+        """The configuration for so many rows, None where there is none."""
+        bucket = row_bucket(num_rows)
+        return None if bucket is None else self.choices.get((form, bucket))
 
 
 def search_space(form: Form, *, rows: int, wide: bool = False) -> Iterator[LinearConfig]:

@@ -30,19 +30,6 @@ def add_rms_norm(
     return total_TH, rms_norm(total_TH, weight_H, eps)
 
 
-def pair_norm(
-    tokens_T: Tensor,
-    embed_VH: Tensor,
-    hidden_TH: Tensor,
-    *,
-    norms: tuple[tuple[Tensor, float], tuple[Tensor, float]],
-) -> Tensor:
-    """[norm(embedding of the token), norm(hidden)], [T, 2H]; norms: (weight [H], eps) of each."""
-    embedded_TH = F.embedding(tokens_T, embed_VH)
-    halves = [rms_norm(x, *norm) for x, norm in zip((embedded_TH, hidden_TH), norms, strict=True)]
-    return torch.cat(halves, dim=-1)
-
-
 def apply_rope(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     """Half-split (NeoX) rotation of all heads; cos and sin in x's dtype.
 

@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from eyas import kernels
 from eyas.contract.attention import Attention, KVLayout
 from eyas.contract.draft import DraftOutput
 from eyas.contract.target import Target
@@ -22,6 +23,7 @@ from eyas.models.config import DraftConfig
 from eyas.models.latent import LatentAttention, latent_layout
 from eyas.models.layers import GatedMLP, RMSNorm, RotaryEmbedding, SelfAttention
 from eyas.models.linear import Linear
+from eyas.models.residual import Stream, norm_linear
 from eyas.models.sharding import WHOLE, Parallel, VocabularyEmbedding, gather_logits
 from eyas.types import EyasError
 
@@ -50,24 +52,32 @@ class Eagle3Layer(nn.Module):
         self.mlp = GatedMLP(decoder, dtype=dtype, device=device, parallel=parallel)
         self.norm_before_residual = config.norm_before_residual
 
-    def attention_input(self, embed_TH: Tensor, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
+    def attention_input(
+        self, embed_tokens: VocabularyEmbedding, tokens_T: Tensor, hidden_TH: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """(input of qkv [T, 2H], residual [T, H]); the embedding comes first."""
-        normed_TH = self.hidden_norm(hidden_TH)
-        residual_TH = normed_TH if self.norm_before_residual else hidden_TH
-        return torch.cat((self.input_layernorm(embed_TH), normed_TH), dim=-1), residual_TH
+        if hidden_TH.is_cuda and embed_tokens.group.size == 1:  # one kernel there
+            norms = [(n.weight, n.eps) for n in (self.input_layernorm, self.hidden_norm)]
+            x = kernels.pair_norm(
+                tokens_T, embed_tokens.weight, hidden_TH, norms=(norms[0], norms[1])
+            )
+            normed_TH = x[:, hidden_TH.shape[1] :]
+        else:
+            normed_TH = self.hidden_norm(hidden_TH)
+            embedded_TH = self.input_layernorm(embed_tokens(tokens_T))
+            x = torch.cat((embedded_TH, normed_TH), dim=-1)
+        return x, normed_TH if self.norm_before_residual else hidden_TH
 
     def forward(
-        self,
-        embed_TH: Tensor,
-        hidden_TH: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        attention: Attention,
-    ) -> Tensor:
-        """The pre-norm output of the layer."""
-        x, residual_TH = self.attention_input(embed_TH, hidden_TH)
-        attended_TH = self.self_attn(x, rotary, attention)
-        residual_TH, normed_TH = self.post_attention_layernorm.add(residual_TH, attended_TH)
-        return residual_TH + self.mlp(normed_TH)  # type: ignore[no-any-return]
+        self, x: Tensor, residual_TH: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention
+    ) -> Stream:
+        """The pre-norm output of the layer, of what `attention_input` made."""
+        if isinstance(self.self_attn, SelfAttention):
+            qkv_TE = self.self_attn.qkv_proj(x)
+            stream = self.self_attn.add_to(residual_TH, qkv_TE, rotary, attention)
+        else:
+            stream = Stream(residual_TH, self.self_attn(x, rotary, attention))
+        return self.mlp.advance(self.post_attention_layernorm, stream)
 
 
 class Eagle3Draft(nn.Module):
@@ -105,7 +115,7 @@ class Eagle3Draft(nn.Module):
             [Eagle3Layer(config, dtype=dtype, device=device, parallel=parallel)]
         )
         self.norm = RMSNorm(size, eps, dtype=dtype, device=device)
-        self.embed_tokens: nn.Embedding | None = None
+        self.embed_tokens: VocabularyEmbedding | None = None
         if config.has_embedding:
             shard = parallel.vocabulary(decoder.vocab_size)
             weight = torch.empty(shard.size, size, dtype=dtype, device=device)
@@ -205,17 +215,20 @@ class Eagle3Draft(nn.Module):
     def _layer(self) -> Eagle3Layer:
         return cast(Eagle3Layer, self.layers[0])
 
-    def _embed(self, tokens_T: Tensor) -> Tensor:
+    def _input(self, tokens_T: Tensor, hidden_TH: Tensor) -> tuple[Tensor, Tensor]:
         assert self.embed_tokens is not None, "share_with_target has not been called"
-        return self.embed_tokens(tokens_T)  # type: ignore[no-any-return]
+        return self._layer.attention_input(self.embed_tokens, tokens_T, hidden_TH)
 
     def write_kv(
         self, tokens_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attention: Attention
     ) -> None:
         """Store keys and values of the pairs; no attention, MLP or head runs."""
-        layer = self._layer
-        x, _ = layer.attention_input(self._embed(tokens_T), hidden_TH)
-        attention.write(0, *layer.self_attn.keys_values(x, self.rotary(positions_T)))
+        attend, rotary = self._layer.self_attn, self.rotary(positions_T)
+        x, _ = self._input(tokens_T, hidden_TH)
+        if isinstance(attend, SelfAttention):
+            attend.store(x, rotary, attention)
+        else:
+            attention.write(0, *attend.keys_values(x, rotary))
 
     def forward(
         self,
@@ -227,10 +240,12 @@ class Eagle3Draft(nn.Module):
     ) -> DraftOutput:
         """One draft step (slots_T is not needed by this draft)."""
         assert self.lm_head is not None, "share_with_target has not been called"
-        rotary = self.rotary(positions_T)
-        out_TH = self._layer(self._embed(tokens_T), hidden_TH, rotary, attention)
-        normed_TH = self.norm(out_TH)
-        feedback_TH = normed_TH if self.config.norm_output else out_TH
+        x, residual_TH = self._input(tokens_T, hidden_TH)
+        stream = self._layer(x, residual_TH, self.rotary(positions_T), attention)
+        if self.config.norm_output:
+            _, feedback_TH = self.norm.enter(stream)
+            logits_TV = self.lm_head(feedback_TH)
+        else:
+            feedback_TH, logits_TV = norm_linear(self.norm, self.lm_head, stream)
         shard = self.parallel.vocabulary(self.draft_vocab_size)
-        logits_TV = gather_logits(self.lm_head(normed_TH), shard, self.parallel.group)
-        return DraftOutput(logits_TV, feedback_TH)
+        return DraftOutput(gather_logits(logits_TV, shard, self.parallel.group), feedback_TH)

@@ -12,7 +12,9 @@ from eyas import kernels
 from eyas.config import MAX_TREE_NODES
 from eyas.contract.attention import Attention, HeadNorms
 from eyas.models.config import ModelConfig, QuantizedPart, RopeConfig
+from eyas.models.linear import Linear
 from eyas.models.quantization import make_linear
+from eyas.models.residual import Stream, linear_add, norm_gated, norm_linear, use_as
 from eyas.models.rope import rope_frequencies, yarn_attention_factor
 from eyas.models.sharding import WHOLE, Parallel
 
@@ -34,6 +36,12 @@ class RMSNorm(nn.Module):
     def add(self, x_TH: Tensor, delta_TH: Tensor) -> tuple[Tensor, Tensor]:
         """(x + delta, norm(x + delta)), each [..., H]."""
         return kernels.add_rms_norm(x_TH, delta_TH, self.weight, self.eps)
+
+    def enter(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """(the stream's sum, its norm), each [T, H]."""
+        if stream.delta_TH is None:
+            return stream.hidden_TH, self(stream.hidden_TH)
+        return self.add(stream.hidden_TH, stream.delta_TH)
 
 
 class RotaryEmbedding:
@@ -102,6 +110,7 @@ class SelfAttention(nn.Module):
         self.o_proj = make_linear(
             num_q, config.hidden_size, bias=config.o_bias, quant=quant, dtype=dtype, device=device
         )
+        use_as(self.o_proj, "add")
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             eps = config.rms_norm_eps
@@ -112,6 +121,20 @@ class SelfAttention(nn.Module):
         """What is cached of the rows: k [T, Nk, D], rotated, and v [T, Nk, D]."""
         _, k, v = self.project(x_TH, rotary)
         return k, v
+
+    def store(self, x_TH: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention) -> None:
+        """Write the rows' keys and values, and nothing more."""
+        qkv_proj, num_q = self.qkv_proj, self.num_heads * self.head_dim
+        kv_TE = None
+        if x_TH.is_cuda and isinstance(qkv_proj, Linear):  # not packed: a part of it can be run
+            kv_TE = qkv_proj.outputs_from(x_TH, num_q)
+        if kv_TE is not None and hasattr(attention, "rotate_and_write"):
+            q_THD = attention.rotate_and_write(
+                self.layer, kv_TE, rotary, num_heads=0, norms=self._norms()
+            )
+            if q_THD is not None:
+                return
+        attention.write(self.layer, *self.keys_values(x_TH, rotary))
 
     def project(self, x_TH: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, Nq, D] and k [T, Nk, D], rotated, and v [T, Nk, D]."""
@@ -132,6 +155,24 @@ class SelfAttention(nn.Module):
         """[T, in] -> [T, H]."""
         out_TE = self._attend(self.qkv_proj(x_TH), rotary, attention)
         return self.group.all_reduce(self.o_proj(out_TE))
+
+    def advance(
+        self, norm: RMSNorm, stream: Stream, rotary: tuple[Tensor, Tensor], attention: Attention
+    ) -> Stream:
+        """stream + self(norm(stream))."""
+        hidden_TH, qkv_TE = norm_linear(norm, self.qkv_proj, stream)
+        return self.add_to(hidden_TH, qkv_TE, rotary, attention)
+
+    def add_to(
+        self,
+        hidden_TH: Tensor,
+        qkv_TE: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attention: Attention,
+    ) -> Stream:
+        """hidden + what follows the projection qkv [T, (Nq + 2 Nk) * D]."""
+        out_TE = self._attend(qkv_TE, rotary, attention)
+        return linear_add(self.o_proj, out_TE, hidden_TH, group=self.group)
 
     def _attend(
         self, qkv_TE: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention
@@ -188,10 +229,17 @@ class GatedMLP(nn.Module):
         self.down_proj = make_linear(
             inner, config.hidden_size, bias=bias, quant=quant, dtype=dtype, device=device
         )
+        use_as(self.gate_up_proj, "gated")
+        use_as(self.down_proj, "add")
 
     def forward(self, x_TH: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
         return self.group.all_reduce(self.partial(x_TH))
+
+    def advance(self, norm: RMSNorm, stream: Stream) -> Stream:
+        """stream + self(norm(stream))."""
+        hidden_TH, inner_TI = norm_gated(norm, self.gate_up_proj, stream)
+        return linear_add(self.down_proj, inner_TI, hidden_TH, group=self.group)
 
     def partial(self, x_TH: Tensor) -> Tensor:
         """This rank's part of the sum that is the output."""

@@ -1,4 +1,5 @@
-"""Linear layers: merged projections, and the weight layout that is fastest on this CPU.
+"""Linear layers: merged projections, their plan on a GPU, and the weight layout that is fastest on
+this CPU.
 
 Shape suffixes: T tokens, I in features, O out features.
 """
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from eyas import kernels
+from eyas.kernels.linear_config import Form, LinearPlan
 from eyas.models.sharding import Size, Sizes, WeightShards, local_sizes
 
 MIN_PLAIN_GAIN = 1.15  # packed time over plain time from which plain is taken
@@ -22,7 +25,11 @@ SAMPLE_BYTES, MAX_TIMED_BYTES = 128 << 20, 16 << 20
 
 class Linear(nn.Module):
     """y = x W^T + b. `parts` names the checkpoint modules stacked on dim 0 (None: itself).
-    Sizes may be this rank's shards."""
+    Sizes may be this rank's shards. form: how it is run most; plan: what was chosen for few rows on
+    a GPU (models.linear_plan)."""
+
+    form: Form = "plain"
+    plan: LinearPlan | None = None
 
     def __init__(
         self,
@@ -47,7 +54,55 @@ class Linear(nn.Module):
         """[T, I] -> [T, O]."""
         if self.packed is not None:
             return run_packed(x_TI, self.packed, self.bias)
+        if self.plan is not None:
+            out_TO = self.fused("plain", x_TI)
+            if out_TO is not None:
+                return out_TO
         return F.linear(x_TI, self.weight, self.bias)
+
+    def fused(
+        self,
+        form: Form,
+        x_TI: Tensor,
+        *,
+        norm: tuple[Tensor, float] | None = None,
+        residual_TO: Tensor | None = None,
+        first_output: int = 0,
+    ) -> Tensor | None:
+        """This layer in a form, of outputs first_output and later: by the plan's kernel, or None
+        where it has none for so many rows.
+
+        norm: weight and eps of the norm before; residual_TO: what is added after.
+        """
+        if self.plan is None or torch.is_grad_enabled() or x_TI.dim() != 2:
+            return None
+        config = self.plan.config(form, len(x_TI))
+        if config is None:
+            return None
+        weight_OI: Tensor = self.weight
+        bias_O: Tensor | None = self.bias
+        if first_output:
+            weight_OI = weight_OI[first_output:]
+            bias_O = None if bias_O is None else bias_O[first_output:]
+        return kernels.few_row_linear(
+            x_TI,
+            weight_OI,
+            bias_O,
+            config=config,
+            norm=norm,
+            residual_TO=residual_TO,
+            is_gated=form == "gated",
+        )
+
+    def outputs_from(self, x_TI: Tensor, first_output: int) -> Tensor:
+        """[T, I] -> [T, O - first_output], without reading the other outputs' weights. Not for
+        packed layers."""
+        assert self.packed is None
+        out_TO = self.fused("plain", x_TI, first_output=first_output)
+        if out_TO is not None:
+            return out_TO
+        bias_O = None if self.bias is None else self.bias[first_output:]
+        return F.linear(x_TI, self.weight[first_output:], bias_O)
 
 
 def run_packed(x_TI: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:

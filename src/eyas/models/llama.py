@@ -5,7 +5,8 @@ Shape suffixes: T tokens, H hidden, V vocabulary, F captured features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from eyas.contract.target import GivenRows, TargetOutput
 from eyas.models.config import ModelConfig
 from eyas.models.layers import GatedMLP, RMSNorm, RotaryEmbedding, SelfAttention
 from eyas.models.linear import Linear
+from eyas.models.residual import Stream, advance, use_as
 from eyas.models.sharding import WHOLE, Parallel, VocabularyEmbedding, gather_logits
 from eyas.types import EyasError
 
@@ -39,6 +41,8 @@ class DecoderLayer(nn.Module):
         )
         self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
         self.mlp = self.make_mlp(config, layer, dtype=dtype, device=device, parallel=parallel)
+        if isinstance(self.self_attn, SelfAttention):
+            use_as(self.self_attn.qkv_proj, "norm")
 
     def make_attention(
         self,
@@ -74,10 +78,15 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden_TH: Tensor, rotary: tuple[Tensor, Tensor], attention: Attention
     ) -> Tensor:
-        """The residual stream entering the next layer."""
-        attended_TH = self.self_attn(self.input_layernorm(hidden_TH), rotary, attention)
-        hidden_TH, normed_TH = self.post_attention_layernorm.add(hidden_TH, attended_TH)
-        return hidden_TH + self.mlp(normed_TH)  # type: ignore[no-any-return]
+        """The residual stream [T, H] entering the next layer."""
+        return self.advance(Stream(hidden_TH), rotary, attention).total()
+
+    def advance(
+        self, stream: Stream, rotary: tuple[Tensor, Tensor], attention: Attention
+    ) -> Stream:
+        """The same, with a last sum that may be left to the next layer."""
+        stream = advance(self.self_attn, self.input_layernorm, stream, rotary, attention)
+        return advance(self.mlp, self.post_attention_layernorm, stream)
 
 
 class Decoder(nn.Module):
@@ -205,16 +214,18 @@ class LlamaForCausalLM(nn.Module):
         hidden_TH = self.model.embed_tokens(tokens_T)
         if given is not None:
             hidden_TH = hidden_TH.index_copy(0, given.row_N, given.embed_NH)
-        rotary = self.rotary(positions_T)
+        rotary, stream = self.rotary(positions_T), Stream(hidden_TH)
         captured = []
-        for layer, block in enumerate(self.model.layers):
+        for layer, block in enumerate(cast(Iterable[DecoderLayer], self.model.layers)):
             if layer in self._boundaries:
-                captured.append(hidden_TH)
-            hidden_TH = block(hidden_TH, rotary, attention)
+                stream = Stream(stream.total())
+                captured.append(stream.hidden_TH)
+            stream = block.advance(stream, rotary, attention)
+        hidden_TH, normed_TH = self.model.norm.enter(stream)
         if self.num_layers in self._boundaries:
             captured.append(hidden_TH)
         features_TF = torch.cat(captured, dim=-1) if captured else None
-        return TargetOutput(self.model.norm(hidden_TH), features_TF)
+        return TargetOutput(normed_TH, features_TF)
 
     def compute_logits(self, hidden_TH: Tensor) -> Tensor:
         """Logits [T, V] of final-normed hidden states."""

@@ -265,11 +265,10 @@ def attend_tree(
     num_kv_heads, size, v_size = *k_RKD.shape[1:], v_RKD.shape[2]
     num_requests, num_rows = work.bits_BQ.shape
     num_items, config, num_m = len(work.items_IF), work.config, work.num_m
-    num_pairs, block_dv = num_rows * work.num_groups, triton.next_power_of_2(max(v_size, 16))
+    num_pairs = num_rows * work.num_groups
     partial, lse, counter = workspace.take(
         num_items * num_kv_heads * num_pairs, v_size, num_requests * num_kv_heads * num_m
     )
-    rows = min(work.block_m, triton.next_power_of_2(num_pairs))
     out_TE = q_ptr.new_empty(num_requests * num_rows, num_kv_heads * work.num_groups * v_size)
     turn = rotation or Rotation(q_ptr[:0], q_ptr[:0])
     _tree_kernel[(num_kv_heads * num_m, num_items)](
@@ -296,18 +295,29 @@ def attend_tree(
         D=size,
         DV=v_size,
         ROT=turn.size if rotation else 0,
-        BLOCK_M=work.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_D=triton.next_power_of_2(max(size, 16)),
-        BLOCK_DV=block_dv,
-        BLOCK_Q=triton.next_power_of_2(num_rows),
-        ROWS=rows,
-        SPLITS=max(1, min(16, 8192 // (rows * block_dv))),
         FUSED=rotation is not None,
         HAS_NORM=rotation is not None and rotation.q_norm_D is not None,
         PRELOADED=preloaded,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **_block_sizes(work, size, v_size),
         **launch_options(),
     )
     return out_TE
+
+
+def _block_sizes(work: TreeWork, size: int, v_size: int) -> dict[str, int]:
+    """Sizes of tiles: powers of two, and what the matrix units take at least."""
+    num_rows = work.bits_BQ.shape[1]
+    rows = min(work.block_m, triton.next_power_of_2(num_rows * work.num_groups))
+    block_dv = triton.next_power_of_2(max(v_size, 16))
+    return {
+        "BLOCK_M": work.block_m,
+        "BLOCK_N": work.config.block_n,
+        "BLOCK_D": triton.next_power_of_2(max(size, 16)),
+        "BLOCK_DV": block_dv,
+        "BLOCK_Q": triton.next_power_of_2(num_rows),
+        "ROWS": rows,
+        # Splits combined at once: what registers hold.
+        "SPLITS": max(1, min(16, 8192 // (rows * block_dv))),
+    }

@@ -34,17 +34,19 @@ def load_rotated(
     partner = tl.where(d < half, d + half, tl.where(d < ROT, d - half, d))
     x = tl.load(base + d[None, :], mask=ok, other=0.0)
     y = tl.load(base + partner[None, :], mask=ok, other=0.0)
+    dtype = x.dtype
+    x, y = x.to(tl.float32), y.to(tl.float32)
     if HAS_NORM:
-        wide = x.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
-        weight = tl.load(norm_ptr + d, mask=d < D, other=0.0)
-        weight_y = tl.load(norm_ptr + partner, mask=d < D, other=0.0)
-        x = (wide * scale).to(x.dtype) * weight[None, :]
-        y = (y.to(tl.float32) * scale).to(y.dtype) * weight_y[None, :]
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        weight = tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        weight_y = tl.load(norm_ptr + partner, mask=d < D, other=0.0).to(tl.float32)
+        # Rounded where the reference rounds.
+        x = ((x * scale).to(dtype).to(tl.float32) * weight[None, :]).to(dtype).to(tl.float32)
+        y = ((y * scale).to(dtype).to(tl.float32) * weight_y[None, :]).to(dtype).to(tl.float32)
     turned = ok & (d < ROT)[None, :]
     cos = tl.load(cos_row + d[None, :], mask=turned, other=1.0).to(tl.float32)
     sin = tl.load(sin_row + d[None, :], mask=turned, other=0.0).to(tl.float32)
-    return x.to(tl.float32) * cos + y.to(tl.float32) * sin
+    return x * cos + y * sin
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from eyas.engine.tiktoken_file import is_tiktoken_folder, load_tiktoken
 from eyas.types import EyasError
 
 _REPLACEMENT = "\ufffd"
@@ -28,7 +29,10 @@ class Tokenizer:
         from transformers import AutoTokenizer  # heavy: two seconds
 
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(folder))
+            if is_tiktoken_folder(folder):
+                self._tokenizer: Any = load_tiktoken(folder)
+            else:
+                self._tokenizer = AutoTokenizer.from_pretrained(str(folder))
         except Exception as error:  # broken files make transformers raise anything
             raise EyasError(
                 f"{folder} has no tokenizer that can be read ({error}): copy the model's "

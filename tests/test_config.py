@@ -36,6 +36,7 @@ def test_the_shape_of_a_round(settings: dict[str, int], shape: TreeShape) -> Non
         ({"run_ahead": 2}, "--run-ahead must be 0 or 1"),
         ({"page_size": 0}, "--page-size must be at least 1"),
         ({"kv_cache_tokens": 0}, "--kv-cache-tokens must be at least 1"),
+        ({"draft_boundaries": ()}, "--draft-boundaries names none"),
         ({"simulate_acceptance": (4.5,)}, "out of reach"),
         ({"simulate_acceptance": (0.5, 0.5)}, "or 3 chances"),
     ],

@@ -1,7 +1,9 @@
 """What sampling parameters refuse: with the name, the range and the value given."""
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 
 from eyas.types import (
@@ -65,6 +67,35 @@ def test_refusals(settings: dict[str, object], text: str) -> None:
         SamplingParams(**settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"temperature": "hot"}, "temperature must be a number, not 'hot'"),
+        ({"temperature": None}, "temperature must be a number, not None"),
+        ({"top_k": 5.0}, "top_k must be an integer, not 5.0"),
+        ({"n": True}, "n must be an integer, not True"),
+        ({"max_tokens": "5"}, "max_tokens must be an integer or None, not '5'"),
+        ({"seed": 1.5}, "seed must be an integer or None"),
+        ({"ignore_eos": 1}, "ignore_eos must be True or False, not 1"),
+        ({"stop": [1]}, "stop must be a tuple, each item a string"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a tuple, each item an integer, not 5"),
+        ({"logit_bias": {"5": 1}}, "logit_bias must be a mapping from an integer to a number"),
+        ({"logit_bias": [5]}, "logit_bias must be a mapping"),
+    ],
+)
+def test_values_of_the_wrong_kind(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(EyasError, match=text) as caught:
+        SamplingParams(**settings)
+    assert caught.value.param == next(iter(settings))
+
+
+def test_numpy_numbers_and_lists_are_as_good() -> None:
+    params = SamplingParams(
+        max_tokens=np.int64(5), temperature=np.float32(0.5), stop=["a"], stop_token_ids=[3]
+    )
+    assert params.max_tokens == 5
+
+
 def test_what_is_just_allowed() -> None:
     SamplingParams(
         max_tokens=4,
@@ -82,5 +113,5 @@ def test_acceptance_length_is_tokens_a_round() -> None:
 
 
 def test_a_bare_string_is_no_list_of_stops() -> None:
-    with pytest.raises(EyasError, match=r"write stop=\('END',\)"):
+    with pytest.raises(EyasError, match=r"write \('END',\)"):
         SamplingParams(stop="END")  # type: ignore[arg-type]

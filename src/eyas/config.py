@@ -143,6 +143,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+        if self.draft_boundaries == ():
+            raise ConfigError("--draft-boundaries names none: write 2,15,27, or leave it out")
         if self.run_ahead not in (0, 1):
             raise ConfigError(f"--run-ahead must be 0 or 1, not {self.run_ahead}")
         if self.expert_parallel and self.tensor_parallel_size == 1:

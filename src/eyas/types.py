@@ -7,12 +7,28 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
-from collections.abc import Mapping, Sequence
+import numbers
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 class EyasError(Exception):
-    """A mistake that the user can mend; its text says what to change."""
+    """A mistake that the user can mend; its text says what to change.
+
+    param: the option or field at fault, where it is one.
+    """
+
+    def __init__(self, text: str, *, param: str | None = None) -> None:
+        super().__init__(text)
+        self.param = param
+
+
+class TooLongError(EyasError):
+    """A prompt, or a prompt and its answer, that exceed the model length."""
 
 
 class Severity(enum.StrEnum):
@@ -62,8 +78,50 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+def type_mistake(kind: Any, value: object) -> str | None:
+    """What a value of an annotated type must be, None if it is one.
+
+    Sequences stand for tuples, and numpy's numbers for Python's; a bool is no number.
+    """
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        wanted = [type_mistake(one, value) for one in inner]
+        return " or ".join(text for text in wanted if text) if all(wanted) else None
+    if origin is typing.Literal:
+        is_one = any(value is one or (type(value) is type(one) and value == one) for one in inner)
+        return None if is_one else f"one of {', '.join(map(repr, inner))}"
+    if origin is tuple:
+        hint = f": write ({value!r},)" if isinstance(value, str | bytes) else ""
+        if isinstance(value, Sequence) and not hint and _all_are(inner[0], value):
+            return None
+        return f"a tuple, each item {type_mistake(inner[0], _NOTHING)}{hint}"
+    if origin is Mapping:
+        key, item = inner
+        if isinstance(value, Mapping) and _all_are(key, value) and _all_are(item, value.values()):
+            return None
+        named = [type_mistake(one, _NOTHING) for one in inner]
+        return f"a mapping from {named[0]} to {named[1]}"
+    classes, text = _PLAIN_KINDS[kind]
+    is_one = isinstance(value, classes) and (kind is bool or not isinstance(value, bool))
+    return None if is_one else text
+
+
+def _all_are(kind: Any, values: Iterable[object]) -> bool:
+    return all(type_mistake(kind, value) is None for value in values)
+
+
+_NOTHING = object()  # of no type that is asked for
+_PLAIN_KINDS: dict[Any, tuple[type, str]] = {
+    bool: (bool, "True or False"),
+    int: (numbers.Integral, "an integer"),
+    float: (numbers.Real, "a number"),
+    str: (str, "a string"),
+    types.NoneType: (types.NoneType, "None"),
+}
+
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
+MAX_STOP_IDS = 32  # the model's own end tokens included
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,6 +168,9 @@ class SamplingParams:
     speculation: bool = True
 
     def __post_init__(self) -> None:
+        for name, kind in _sampling_types().items():
+            if text := type_mistake(kind, getattr(self, name)):
+                raise EyasError(f"{name} must be {text}, not {getattr(self, name)!r}", param=name)
         limits: dict[str, tuple[float, float]] = {
             "min_tokens": (0, math.inf),
             "temperature": (0, 100),
@@ -119,31 +180,40 @@ class SamplingParams:
             "presence_penalty": (-2, 2),
             "frequency_penalty": (-2, 2),
             "repetition_penalty": (0.01, 100),
+            "logprobs": (0, MAX_LOGPROBS),
             "n": (1, 128),
         }
         for name, (low, high) in limits.items():
             value = getattr(self, name)
-            if not low <= value <= high:  # also refuses NaN
-                raise EyasError(f"{name} must be between {low} and {high}, not {value}")
+            if value is not None and not low <= value <= high:  # also refuses NaN
+                text = f"{name} must be between {low} and {high}, not {value}"
+                raise EyasError(text, param=name)
         if self.top_p == 0:
-            raise EyasError("top_p must be above 0; use temperature 0 for greedy answers")
+            text = "top_p must be above 0; use temperature 0 for greedy answers"
+            raise EyasError(text, param="top_p")
         if self.max_tokens is not None and self.max_tokens < max(1, self.min_tokens):
             raise EyasError(
                 f"max_tokens must be at least 1 and min_tokens ({self.min_tokens}), "
-                f"not {self.max_tokens}"
+                f"not {self.max_tokens}",
+                param="max_tokens",
             )
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise EyasError(f"logprobs must be between 0 and {MAX_LOGPROBS}, not {self.logprobs}")
+        self._check_lists()
+
+    def _check_lists(self) -> None:
         if any(token < 0 for token in self.stop_token_ids):
-            raise EyasError("stop_token_ids must not be negative")
-        if isinstance(self.stop, str):
-            raise EyasError(f"stop must be a tuple of strings: write stop=({self.stop!r},)")
+            raise EyasError("stop_token_ids must not be negative", param="stop_token_ids")
         if any(not text for text in self.stop):
-            raise EyasError("stop strings must not be empty")
+            raise EyasError("stop strings must not be empty", param="stop")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise EyasError(f"logit_bias may have {MAX_LOGIT_BIAS} entries at most")
+            text = f"logit_bias may have {MAX_LOGIT_BIAS} entries at most"
+            raise EyasError(text, param="logit_bias")
         if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
-            raise EyasError("logit_bias values must be between -100 and 100")
+            raise EyasError("logit_bias values must be between -100 and 100", param="logit_bias")
+
+
+@functools.cache
+def _sampling_types() -> dict[str, Any]:
+    return typing.get_type_hints(SamplingParams)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,10 @@ import dataclasses
 import difflib
 import itertools
 import logging
+import reprlib
+import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from eyas.config import ConfigError, EngineConfig
@@ -17,7 +20,14 @@ from eyas.engine.load import LoadedEngine, load_engine
 from eyas.engine.stop_text import AnswerText
 from eyas.engine.tokenizer import Tokenizer
 from eyas.models.embedded import Progress
-from eyas.types import EyasError, FinishReason, RequestOutput, SamplingParams, StepOutput
+from eyas.types import (
+    EyasError,
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    StepOutput,
+    type_mistake,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -29,19 +39,19 @@ class LLM:
 
     draft: None takes the draft that ships with the target, if one does; "none" takes no draft.
     progress: called with (stage, bytes done, bytes in all) while files are fetched and read.
-    Raises ConfigError on unknown or contradictory settings and CheckError when target, draft,
-    device and settings do not fit together; both before weights are read.
+    Raises ConfigError on unknown, mistyped or contradictory settings and CheckError when target,
+    draft, device and settings do not fit together; both before weights are read.
     """
 
     def __init__(
         self,
-        model: str,
+        model: str | Path,
         *,
-        draft: str | None = None,
+        draft: str | Path | None = None,
         progress: Progress | None = None,
         **settings: Any,
     ) -> None:
-        config = EngineConfig(model=model, draft=draft, **_known(settings))
+        config = _config({"model": model, "draft": draft, **settings})
         self._loaded: LoadedEngine = load_engine(config, progress=progress)
         self.engine = self._loaded.engine
         self.seconds = self._loaded.seconds
@@ -200,9 +210,18 @@ def _answers(params: SamplingParams) -> list[SamplingParams]:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | EncodedPrompt) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str | EncodedPrompt) or _is_token_list(prompts):
         return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, Sequence) and all(
+        isinstance(prompt, str | EncodedPrompt) or _is_token_list(prompt) for prompt in prompts
+    ):
+        return list(prompts)  # type: ignore[arg-type]
+    text = "prompts must be a text, a list of token ids, or a list of texts or of such lists"
+    raise EyasError(f"{text}, not {reprlib.repr(prompts)}")
+
+
+def _is_token_list(value: object) -> bool:
+    return value != [] and type_mistake(tuple[int, ...], value) is None
 
 
 def _params_for(
@@ -210,16 +229,23 @@ def _params_for(
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)
+    if not (isinstance(params, Sequence) and all(isinstance(p, SamplingParams) for p in params)):
+        raise EyasError(f"params must be SamplingParams, or one a prompt, not {params!r}")
     if len(params) != len(prompts):
         raise EyasError(f"{len(prompts)} prompts came with {len(params)} sampling params")
     return list(params)
 
 
-def _known(settings: dict[str, Any]) -> dict[str, Any]:
-    names = [field.name for field in dataclasses.fields(EngineConfig)]
-    for name in settings:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
+def _config(given: dict[str, Any]) -> EngineConfig:
+    kinds = typing.get_type_hints(EngineConfig)
+    settings: dict[str, Any] = {
+        name: str(value) if isinstance(value, Path) else value for name, value in given.items()
+    }
+    for name, value in settings.items():
+        if name not in kinds:
+            near = difflib.get_close_matches(name, kinds, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"unknown setting {name!r}{hint} (known: {', '.join(names)})")
-    return settings
+            raise ConfigError(f"unknown setting {name!r}{hint} (known: {', '.join(kinds)})")
+        if text := type_mistake(kinds[name], value):
+            raise ConfigError(f"{name} must be {text}, not {value!r}")
+    return EngineConfig(**settings)

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from eyas.cache.pool import NULL_PAGE
 from eyas.kernels import SamplingMode
-from eyas.types import MAX_LOGIT_BIAS, SamplingParams
+from eyas.types import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
 
-MAX_STOP_IDS = 32
 NO_DRAFT_LIMIT = 2**31
 # Far below where fp32 logits drown the noise; smaller ones would overflow the quotient (design D9).
 MIN_TEMPERATURE = 1e-30

@@ -29,6 +29,7 @@ from eyas.models.eagle3 import Eagle3Draft
 from eyas.models.embedded import Progress, resolve_model
 from eyas.models.images import largest_tokens
 from eyas.models.linear import optimize_for_cpu
+from eyas.models.linear_plan import optimize_for_gpu
 from eyas.models.loader import load_weights
 from eyas.models.random_weights import fill_random
 from eyas.models.registry import target_class
@@ -250,7 +251,10 @@ def load_draft(
 
 
 def choose_layouts(target: nn.Module, draft: nn.Module | None, shape: WorkerShape) -> None:
-    """Pack the linears on a CPU unless that is slower at the rows of a round of one request."""
+    """Pack the linears on a CPU unless that is slower at the rows of a round of one request; on a
+    GPU, choose how they run the rows of the rounds to come."""
+    models = [target] if draft is None else [target, draft]
+    optimize_for_gpu(models, shape.num_slots * shape.tree.num_nodes)
     optimize_for_cpu(target, shape.tree.num_nodes)
     if draft is not None:
         optimize_for_cpu(draft, shape.tree.topk)

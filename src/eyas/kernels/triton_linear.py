@@ -10,6 +10,8 @@ Shape suffixes: T rows, I in features, O out features.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -243,58 +245,71 @@ def linear(
     norm: tuple[Tensor, float] | None = None,
     residual_TO: Tensor | None = None,
     is_gated: bool = False,
+    only_compile: bool = False,
 ) -> Tensor:
     """x W^T + b for up to config.rows rows, [T, O]; bf16 or fp16.
 
     norm: weight [I] and eps of an RMSNorm of x before. residual_TO: added to the rounded result.
     is_gated: the halves of W are gate and up; the result is silu(gate) * up, [T, O / 2].
+    only_compile: nothing runs and the result is not filled; within triton.AsyncCompileMode the
+    compiler runs on its threads.
     """
     num_rows, num_in = x_TI.shape
     num_out = len(weight_OI) // 2 if is_gated else len(weight_OI)
     assert accepts(x_TI, weight_OI) and num_rows <= config.rows
     if norm is not None and config.norm_apart:
-        normed_TI = rms_norm(x_TI, *norm)
-        assert normed_TI is not None
-        x_TI, norm = normed_TI, None
+        if not only_compile:
+            normed_TI = rms_norm(x_TI, *norm)
+            assert normed_TI is not None
+            x_TI = normed_TI
+        norm = None
     x_TI = x_TI.contiguous()
     y_TO = torch.empty(num_rows, num_out, dtype=x_TI.dtype, device=x_TI.device)
     residual_TO = None if residual_TO is None else residual_TO.contiguous()
-    tensors = (
+    arguments = (
         x_TI,
         weight_OI,
         weight_OI if bias_O is None else bias_O,
         weight_OI if norm is None else norm[0],
         x_TI if residual_TO is None else residual_TO,
         y_TO,
+        num_rows,
+        num_out,
+        num_in,
+        0.0 if norm is None else norm[1],
     )
+    options = _options(config, num_out=num_out, num_in=num_in, has_norm=norm is not None)
+    options |= {
+        "HAS_BIAS": bias_O is not None,
+        "HAS_RESIDUAL": residual_TO is not None,
+        "IS_GATED": is_gated,
+    }
+    kernel = _vector_kernel if config.kind == "vector" else _matrix_kernel
+    grid = (triton.cdiv(num_out, config.block_out),)
+    kernel.run(*arguments, grid=grid, warmup=only_compile, **options)
+    return y_TO
+
+
+def _options(config: LinearConfig, *, num_out: int, num_in: int, has_norm: bool) -> dict[str, Any]:
+    """What a launch is specialised for, but for the form."""
     options = {
         "ROWS": config.rows,
         "BLOCK_OUT": config.block_out,
         "BLOCK_IN": config.block_in,
-        "BLOCK_NORM": 16 if norm is None else _norm_block(config, num_in),
-        "HAS_BIAS": bias_O is not None,
-        "HAS_NORM": norm is not None,
-        "HAS_RESIDUAL": residual_TO is not None,
-        "IS_GATED": is_gated,
+        "BLOCK_NORM": _norm_block(config, num_in) if has_norm else 16,
+        "HAS_NORM": has_norm,
         "EVEN_OUT": num_out % config.block_out == 0,
         "EVEN_IN": num_in % config.block_in == 0,
         "num_warps": config.num_warps,
         **launch_options(),
     }
-    grid = (triton.cdiv(num_out, config.block_out),)
-    sizes = (num_rows, num_out, num_in, 0.0 if norm is None else norm[1])
     if config.kind == "vector":
-        _vector_kernel[grid](*tensors, *sizes, STREAM=_STREAM, **options)
-    else:
-        _matrix_kernel[grid](
-            *tensors,
-            *sizes,
-            WEIGHTS_FIRST=config.weights_first,
-            PREFETCH=_prefetched(config, num_in),
-            num_stages=config.num_stages,
-            **options,
-        )
-    return y_TO
+        return options | {"STREAM": _STREAM}
+    return options | {
+        "WEIGHTS_FIRST": config.weights_first,
+        "PREFETCH": _prefetched(config, num_in),
+        "num_stages": config.num_stages,
+    }
 
 
 def _prefetched(config: LinearConfig, num_in: int) -> int:

@@ -23,7 +23,7 @@ from eyas.models.config import DraftConfig
 from eyas.models.latent import LatentAttention, latent_layout
 from eyas.models.layers import GatedMLP, RMSNorm, RotaryEmbedding, SelfAttention
 from eyas.models.linear import Linear
-from eyas.models.residual import Stream, norm_linear
+from eyas.models.residual import Stream, norm_linear, use_as
 from eyas.models.sharding import WHOLE, Parallel, VocabularyEmbedding, gather_logits
 from eyas.types import EyasError
 
@@ -157,6 +157,8 @@ class Eagle3Draft(nn.Module):
             shard = self.parallel.vocabulary(self.draft_vocab_size)
             self.lm_head = Linear(self.hidden_size, shard, dtype=dtype, device="meta")
             self.lm_head.weight = nn.Parameter(head_VH.detach().to(dtype), False)
+        if not self.config.norm_output:
+            use_as(self.lm_head, "norm")
         ids = torch.arange(self.draft_vocab_size, device=embed_VH.device)
         self._target_ids = ids + self.d2t if self.config.has_d2t else ids
 

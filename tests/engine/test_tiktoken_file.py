@@ -51,16 +51,20 @@ def test_ids_are_tiktokens(tokenizer: Tokenizer) -> None:
         ids = tokenizer.encode(text)
         assert ids == wanted(text), repr(text)
         seen.update(ids)
-    assert len(seen) > 350
+    assert len(seen) > 200
 
 
 def pair_ranks() -> dict[bytes, int]:
-    """Every pair of a byte with one of some: where a text is cut decides what is merged."""
+    """Every pair of a byte with one of some, and the seams of Chinese characters: where a text is
+    cut decides what is merged."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     for sign in b"aB 1!\n'":
         for byte in range(256):
             ranks.setdefault(bytes([sign, byte]), len(ranks))
             ranks.setdefault(bytes([byte, sign]), len(ranks))
+    for last in range(0x80, 0xC0):
+        for first in range(0xE4, 0xEA):
+            ranks[bytes([last, first])] = len(ranks)
     return ranks
 
 
@@ -84,7 +88,7 @@ def test_texts_are_cut_as_tiktoken_cuts_them() -> None:
 @pytest.mark.parametrize(
     ("part", "instead"),
     [
-        (r"[\p{Han}]+|", ""),
+        (r"[\p{Han}]+|", r"[\p{Han}]|"),
         (r"&&[^\p{Han}]", ""),
         ("(?i:", "(?:"),
         (r"\p{N}{1,3}", r"\p{N}+"),
@@ -102,7 +106,7 @@ def test_the_comparison_would_notice(
     monkeypatch.setattr(tiktoken_file, "PATTERN", PATTERN.replace(part, instead))
     ours = make_tokenizer(ranks, {})
     texts = [sensitive_text(code) for code in (*range(0x300), *range(0x2B0, 0x2C0), 0x4E2D, 0x3005)]
-    texts += ["a'LLa", "1234", "!!\n\na", "a  B"]
+    texts += ["a'LLa", "1111", "!!\n\na", "a  B", "中文"]
     assert any(ours.encode(text).ids != wanted(text) for text in texts)
 
 

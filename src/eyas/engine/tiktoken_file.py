@@ -1,9 +1,10 @@
 """Kimi's tokenizer from its files, without the code that is published beside them.
 
-`tiktoken.model` has a token a line: its bytes in base64, and its rank, which is its id. A text is cut
-by a pattern; in each piece the adjacent pair whose joined bytes have the lowest rank is merged, until
-none has any. Special tokens stand behind the last rank, 256 of them, named by tokenizer_config.json.
-Made into a `tokenizers` tokenizer, which does the same with merges written out as pairs.
+`tiktoken.model` has a token a line: its bytes in base64, and its rank, which is its id. A text is
+cut by a pattern; in each piece the adjacent pair whose joined bytes have the lowest rank is merged,
+until none has any. Special tokens, 256 of them, stand behind the last rank; their names are in
+tokenizer_config.json. Made into a `tokenizers` tokenizer, which does the same with merges written
+out as pairs.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def load_tiktoken(folder: Path) -> Any:
     config = read_json(config_file) if config_file.exists() else {}
     special = _special_tokens(config, first=len(ranks))
     named = {name: config[name] for name in _NAMED if isinstance(config.get(name), str)}
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=make_tokenizer(ranks, special),
         chat_template=_chat_template(folder, config),
         clean_up_tokenization_spaces=False,

@@ -98,7 +98,7 @@ def test_any_proposal_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
         return order, score.sort(dim=1, descending=True).values
 
     plain, _ = first_tokens(EVERYTHING, PLAIN, num_steps=6, seeds=torch.arange(2000))
-    monkeypatch.setattr(Proposer, "_propose", anything)
+    monkeypatch.setattr(Proposer, "propose", anything)
     tokens, accepted = first_tokens(EVERYTHING, DEEP, num_steps=6, seeds=torch.arange(2000))
     assert torch.equal(tokens, plain)
     assert 0.05 < accepted < 0.5
@@ -120,14 +120,14 @@ def test_shared_noise_accepts_more_than_independent_noise(monkeypatch: pytest.Mo
     params, seeds = SamplingParams(temperature=1.0), torch.arange(BATCH)
     plain, _ = first_tokens(params, PLAIN, num_steps=3, seeds=seeds)
     _, shared = first_tokens(params, TREE, num_steps=3, seeds=seeds)
-    propose = Proposer._propose
+    propose = Proposer.propose
 
     def other_noise(
         self: Proposer, logits_TV: Tensor, slots_T: Tensor, position_T: Tensor, **settings: object
     ) -> tuple[Tensor, Tensor]:
         return propose(self, logits_TV, slots_T, position_T + 1000, **settings)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Proposer, "_propose", other_noise)
+    monkeypatch.setattr(Proposer, "propose", other_noise)
     tokens, independent = first_tokens(params, TREE, num_steps=3, seeds=seeds)
     assert torch.equal(tokens, plain)
     assert shared > 1.2 * independent

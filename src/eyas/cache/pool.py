@@ -60,10 +60,13 @@ class KVPool:
         return self.k_LRKD.nbytes + self.v_LRKD.nbytes
 
     def copy_rows(self, source_T: torch.Tensor, destination_T: torch.Tensor) -> None:
-        """Copy rows in all layers (commit: scratch -> pages); int64 row numbers."""
-        kernels.copy_kv_rows(self.k_LRKD, source_T, destination_T)
-        if self.layout.v_head_dim:  # else values are part of the keys
-            kernels.copy_kv_rows(self.v_LRKD, source_T, destination_T)
+        """Copy rows in all layers (commit: scratch -> pages); int64 row numbers.
+
+        No row is both source and destination; what goes to the trash row may be left out.
+        """
+        # Values that are part of the keys have no elements of their own.
+        pools = [self.k_LRKD, self.v_LRKD][: 1 + bool(self.layout.v_head_dim)]
+        kernels.copy_cache_rows(pools, source_T, destination_T, trash_row=self.trash_row)
 
     def poison(self) -> None:
         """Fill everything but the null page with NaN: for tests that nothing unwritten is read."""

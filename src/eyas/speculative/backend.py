@@ -18,6 +18,8 @@ class Pool(Protocol):
     """What the round needs of a KV pool (cache.pool.KVPool)."""
 
     page_size: int
+    num_page_rows: int  # rows of all pages; the slots' scratch rows come after them
+    num_scratch_rows: int  # a slot
 
     @property
     def trash_row(self) -> int:

@@ -17,10 +17,13 @@ from eyas.speculative.tree import Tree
 
 
 class SimulatedAcceptance:
-    """Accepts the first child at each level with a given chance, whatever the target chose."""
+    """Accepts the first child at each level with a given chance, whatever the target chose.
+
+    rate_D: the chances, fp32.
+    """
 
     def __init__(self, rates: tuple[float, ...], *, device: torch.device | str) -> None:
-        self._rate_D = torch.tensor(rates, dtype=torch.float32, device=device)
+        self.rate_D = torch.tensor(rates, dtype=torch.float32, device=device)
 
     def accept(
         self, state: SlotState, slots_B: Tensor, tree: Tree, chosen_BN: Tensor, *, depth: int
@@ -32,7 +35,7 @@ class SimulatedAcceptance:
             state.seed_S.index_select(0, slots_B), state.length_S.index_select(0, slots_B), step_D
         )
         chance_BD = torch.exp(-torch.exp(-gumbel_BD))  # the noise's own uniform
-        taken_BD = (chance_BD < self._rate_D[:depth]).to(torch.int64)
+        taken_BD = (chance_BD < self.rate_D[:depth]).to(torch.int64)
         num_accepted_B = taken_BD.cumprod(1).sum(1)
         node_B = torch.zeros_like(slots_B)
         path = [node_B]

@@ -32,6 +32,10 @@ class Tree:
     depth_BN: Tensor
     visible_BNN: Tensor
 
+    def positions(self, length_B: Tensor) -> Tensor:
+        """int64 [B, N]: a node of depth d stands at position L + d."""
+        return length_B[:, None] + self.depth_BN
+
 
 def chain_tree(token_BN: Tensor) -> Tree:
     """The tree in which every node has one child; column 0 is the root."""

@@ -1,0 +1,152 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,no-any-return"
+"""The target's choice y = argmax(logits / T + G) over a vocabulary, in Triton (design D9).
+
+Shape suffixes: B requests, T = B * N rows, V vocabulary, S slots, C blocks of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from eyas.kernels.triton_numbers import LOWEST_KEY, gumbel, key_index, make_key, noise_keys
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def block_size(num_rows: int) -> int:
+    """Elements a program takes: small blocks where few rows would leave the device idle."""
+    return 1024 if num_rows <= 16 else 4096
+
+
+@triton.jit
+def _noise_kernel(
+    seed_R: Any,
+    position_R: Any,
+    token_V: Any,
+    out_RV: Any,
+    num_tokens: Any,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = number < num_tokens
+    key_a, key_b = noise_keys(tl.load(seed_R + row), tl.load(position_R + row))
+    token = tl.load(token_V + number, mask=inside, other=0)
+    tl.store(out_RV + row * num_tokens + number, gumbel(key_a, key_b, token), mask=inside)
+
+
+def gumbel_noise(seed_R: Tensor, position_R: Tensor, token_V: Tensor) -> Tensor:
+    """`reference.gumbel_noise`: what the other kernels add, written out."""
+    num_rows, num_tokens = len(seed_R), len(token_V)
+    out_RV = torch.empty(num_rows, num_tokens, device=seed_R.device)
+    grid = (num_rows, triton.cdiv(num_tokens, 1024))
+    _noise_kernel[grid](seed_R, position_R, token_V, out_RV, num_tokens, BLOCK=1024)
+    return out_RV
+
+
+@triton.jit
+def _choose_kernel(
+    logits_TV: Any,
+    row_stride: Any,
+    slots_B: Any,
+    position_T: Any,
+    temperature_S: Any,
+    seed_S: Any,
+    cut_T: Any,
+    peak_T: Any,
+    min_p_S: Any,
+    key_TC: Any,
+    vocab_size: Any,
+    rows_a_slot: Any,
+    offset: Any,
+    NOISE: tl.constexpr,
+    TRUNCATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The best key of one block of one row."""
+    row, block = tl.program_id(0), tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab_size
+    start = logits_TV + row.to(tl.int64) * row_stride
+    score = tl.load(start + token, mask=inside, other=float("-inf")).to(tl.float32)
+    if NOISE:
+        slot = tl.load(slots_B + row // rows_a_slot)
+        temperature = tl.load(temperature_S + slot)
+        if temperature > 0:
+            score = tl.div_rn(score, temperature)
+            if TRUNCATE:
+                kept = score >= tl.load(cut_T + row)
+                kept &= tl.exp(score - tl.load(peak_T + row)) >= tl.load(min_p_S + slot)
+            position = tl.load(position_T + row) + offset
+            key_a, key_b = noise_keys(tl.load(seed_S + slot), position)
+            score += gumbel(key_a, key_b, token)
+            if TRUNCATE:
+                score = tl.where(kept, score, float("-inf"))
+    key = tl.where(inside, make_key(score, token), LOWEST_KEY)
+    tl.store(key_TC + row * tl.num_programs(1) + block, tl.max(key, axis=0))
+
+
+@triton.jit
+def _best_kernel(
+    key_TC: Any,
+    chosen_T: Any,
+    num_blocks: Any,
+    BLOCKS: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    block = tl.arange(0, BLOCKS)
+    key = tl.load(key_TC + row * num_blocks + block, mask=block < num_blocks, other=LOWEST_KEY)
+    tl.store(chosen_T + row, key_index(tl.max(key, axis=0)).to(tl.int64))
+
+
+def choose(
+    logits_TV: Tensor,
+    slots_B: Tensor,
+    position_T: Tensor,
+    *,
+    offset: int,
+    temperature_S: Tensor,
+    seed_S: Tensor,
+    min_p_S: Tensor,
+    noise: bool,
+    bounds: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """The token of each row, int64 [T]; the lowest id of equals.
+
+    slots_B: T / B rows in a row belong to each slot. position_T + offset: where the
+    chosen tokens will be, which the noise depends on. bounds: of `truncation_bounds`, where rows
+    may be truncated.
+    """
+    num_rows, vocab_size = logits_TV.shape
+    block = block_size(num_rows)
+    num_blocks = triton.cdiv(vocab_size, block)
+    key_TC = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=logits_TV.device)
+    chosen_T = torch.empty(num_rows, dtype=torch.int64, device=logits_TV.device)
+    cut_T, peak_T = bounds or (temperature_S, temperature_S)
+    _choose_kernel[(num_rows, num_blocks)](
+        logits_TV,
+        logits_TV.stride(0),
+        slots_B,
+        position_T,
+        temperature_S,
+        seed_S,
+        cut_T,
+        peak_T,
+        min_p_S,
+        key_TC,
+        vocab_size,
+        num_rows // len(slots_B),
+        offset,
+        NOISE=noise,
+        TRUNCATE=noise and bounds is not None,
+        BLOCK=block,
+    )
+    _best_kernel[(num_rows,)](
+        key_TC, chosen_T, num_blocks, BLOCKS=triton.next_power_of_2(num_blocks), num_warps=1
+    )
+    return chosen_T

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,18 +28,6 @@ from eyas.kernels import triton_attention_prefill as prefill_kernels
 from eyas.kernels import triton_attention_rotate as rotate_kernels
 
 Rotary = tuple[Tensor, Tensor]
-_FEW_PROCESSORS = 4  # of a machine without a GPU, where only Triton's interpreter runs
-
-
-class _Plan(Protocol):
-    """What one kind of plan adds to TritonAttention."""
-
-    @property
-    def write_T(self) -> Tensor:
-        """int64 pool rows of the batch's rows."""
-
-    def prepare(self, num_groups: int) -> None:
-        """Bring the plan to the device; num_groups: query heads of a key/value head."""
 
 
 class TritonAttention:
@@ -223,6 +210,7 @@ class _PrefillAttention(TritonAttention):
                 longest * num_groups,
                 self._pool.k_LRKD.dtype,
                 max(layout.head_dim, layout.v_head_dim),
+                self._backend.shared_bytes,
             )
             items = prefill_kernels.list_items(self._chunks, num_groups, config.block_m)
             self._work = prefill_kernels.PrefillWork(
@@ -261,6 +249,15 @@ def _rotation(rotary: Rotary, norms: HeadNorms | None) -> rotate_kernels.Rotatio
     return rotate_kernels.Rotation(cos, sin, norms.q_D, norms.k_D, norms.eps)
 
 
+def _device_limits(device: torch.device) -> tuple[int, int]:
+    """(multiprocessors, bytes of shared memory that one program may have)."""
+    if device.type != "cuda":  # Triton's interpreter: any numbers do
+        return 4, 64 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
+    return properties.multi_processor_count, shared
+
+
 class TritonBackend:
     """Plans attention over one pool. config, prefill_config: None chooses by shape.
 
@@ -280,13 +277,12 @@ class TritonBackend:
         self._has_kernels = not layout.value_in_key and rotate_kernels.supports(
             k_LRKD.dtype, *sizes
         )
-        self.config = config or plan_kernels.choose_tree_config(k_LRKD.dtype, max(sizes))
+        self.num_processors, self.shared_bytes = _device_limits(k_LRKD.device)
+        self.config = config or plan_kernels.choose_tree_config(
+            k_LRKD.dtype, max(sizes), self.shared_bytes
+        )
         self.prefill_config = prefill_config
         self.workspace = tree_kernels.Workspace(k_LRKD.device)
-        self.num_processors = _FEW_PROCESSORS
-        if k_LRKD.is_cuda:
-            properties = torch.cuda.get_device_properties(k_LRKD.device)
-            self.num_processors = properties.multi_processor_count
 
     def page_rows(self, page_table_BP: Tensor, index_BQ: Tensor) -> Tensor:
         """Pool rows [B, Q] of cache indices [B, Q] (int64), through the page tables."""

@@ -21,7 +21,12 @@ from torch import Tensor
 
 from eyas.kernels.triton_attention_plan import TreeWork
 from eyas.kernels.triton_attention_rotate import Rotation, load_rotated
-from eyas.kernels.triton_launch import launch_options, let_next_start, wait_for_inputs
+from eyas.kernels.triton_launch import (
+    launch_options,
+    let_next_start,
+    prefetch,
+    wait_for_inputs,
+)
 
 
 @triton.jit
@@ -69,13 +74,27 @@ def _combine(
 
 
 @triton.jit
+def _prefetch_rows(
+    k_ptr, v_ptr, row_N, ok_N, k_stride, v_stride, D: tl.constexpr, DV: tl.constexpr
+):  # fmt: skip
+    """Bring rows of keys and values into the L2 cache, of others the null row."""
+    row_N = tl.where(ok_N, row_N, 0)
+    step: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth  # a line's elements
+    for offset in tl.static_range(0, D, step):
+        prefetch(k_ptr + row_N * k_stride + offset)
+    for offset in tl.static_range(0, DV, step):
+        prefetch(v_ptr + row_N * v_stride + offset)
+
+
+@triton.jit
 def _write_tail(
     qkv_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, k_norm_ptr, eps, token_stride, head, request, num_rows,
     first_row, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, ROT: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Rotate and store this head's keys, and values, of a request's own rows."""
+    """Rotate and store this head's keys, and values, of a request's own rows. k_ptr, v_ptr: at the
+    head; qkv_ptr: at the whole projection."""
     q, d, dv = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     token = (request * num_rows + q).to(tl.int64)[:, None]
     ok = (q < num_rows)[:, None] & (d < D)[None, :]
@@ -83,7 +102,7 @@ def _write_tail(
     k = load_rotated(
         base, d, ok, cos_ptr + token * ROT, sin_ptr + token * ROT, k_norm_ptr, eps, D, ROT, HAS_NORM
     )
-    row = (first_row + q).to(tl.int64)[:, None] * NUM_KV_HEADS + head
+    row = (first_row + q).to(tl.int64)[:, None] * NUM_KV_HEADS
     tl.store(k_ptr + row * D + d[None, :], k.to(k_ptr.dtype.element_ty), mask=ok)
     ok_v = (q < num_rows)[:, None] & (dv < DV)[None, :]
     base_v = qkv_ptr + token * token_stride + (NUM_HEADS + NUM_KV_HEADS) * D + head * DV
@@ -129,7 +148,18 @@ def _tree_kernel(
     ok_M = m < num_rows * GROUP
     row_M = request * num_rows + m // GROUP
     bits_M = tl.load(bits_ptr + row_M, mask=ok_M, other=0)
+    table_ptr += request.to(tl.int64) * table_stride
+    k_ptr += head * D
+    v_ptr += head * DV
+    first_N = begin + tl.arange(0, BLOCK_N)
+    # A step ahead: keys and values then wait for nothing, and more of them are under way.
+    page_N = tl.load(table_ptr + (first_N + FIRST_INDEX) // PAGE, mask=first_N < prefix, other=0)
     if PRELOADED:
+        if PDL:  # the prefix is old: it may come nearer while the projection is still computed
+            _prefetch_rows(
+                k_ptr, v_ptr, page_N * PAGE + (first_N + FIRST_INDEX) % PAGE, first_N < prefix,
+                NUM_KV_HEADS * D, NUM_KV_HEADS * DV, D, DV,
+            )  # fmt: skip
         wait_for_inputs(PDL)
         let_next_start(PDL)
     token_M1 = row_M.to(tl.int64)[:, None]
@@ -154,12 +184,6 @@ def _tree_kernel(
     top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sum_M = tl.zeros([BLOCK_M], tl.float32)
     acc_MD = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    table_ptr += request.to(tl.int64) * table_stride
-    k_ptr += head * D
-    v_ptr += head * DV
-    first_N = begin + tl.arange(0, BLOCK_N)
-    # A step ahead: keys and values then wait for nothing, and more of them are under way.
-    page_N = tl.load(table_ptr + (first_N + FIRST_INDEX) // PAGE, mask=first_N < prefix, other=0)
     for start in tl.range(begin, end, BLOCK_N):
         column_N = start + tl.arange(0, BLOCK_N)
         index_N = column_N + FIRST_INDEX

@@ -102,11 +102,21 @@ class TreeConfig:
     min_blocks: int = 2
 
 
-def choose_tree_config(dtype: torch.dtype, head_dim: int) -> TreeConfig:
-    """Settings by what a step takes of shared memory and registers."""
+def choose_tree_config(dtype: torch.dtype, head_dim: int, shared_bytes: int) -> TreeConfig:
+    """Settings by what a step takes of registers and of shared memory.
+
+    shared_bytes: what one program may have; two at once on a multiprocessor hide one another's
+    waits, if each still has two steps of keys and values under way.
+    """
     if dtype.itemsize == 4:
         return TreeConfig(block_n=32, num_stages=1)
-    return TreeConfig(block_n=64 if head_dim <= 128 else 32)
+    rest = 48 * 1024  # at most: queries and weights on their way to the matrix units
+    for block_n in (64, 32) if head_dim <= 128 else (32,):
+        step = 2 * block_n * triton.next_power_of_2(head_dim) * dtype.itemsize
+        num_steps = max(2, min(3, shared_bytes // 2 // step))
+        if num_steps * step + rest <= shared_bytes:
+            return TreeConfig(block_n=block_n, num_stages=1 + num_steps)
+    return TreeConfig(block_n=16, num_stages=2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -148,14 +148,20 @@ class PrefillConfig:
     num_stages: int = 2
 
 
-def choose_prefill_config(num_pairs: int, dtype: torch.dtype, head_dim: int) -> PrefillConfig:
-    """num_pairs: (row, query head) pairs of the longest chunk, per key/value head."""
+def choose_prefill_config(
+    num_pairs: int, dtype: torch.dtype, head_dim: int, shared_bytes: int
+) -> PrefillConfig:
+    """num_pairs: (row, query head) pairs of the longest chunk, per key/value head. shared_bytes:
+    shared memory that one program may have."""
     if dtype.itemsize == 4:  # without matrix units: registers are what is short
         return PrefillConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)
     if num_pairs <= 64 or head_dim > 128:
         block_m = max(16, min(64, triton.next_power_of_2(num_pairs)))
-        return PrefillConfig(block_m=block_m, num_warps=4)
-    return PrefillConfig()
+        block_n = 64 if head_dim <= 128 else 32
+        return PrefillConfig(block_m=block_m, block_n=block_n, num_warps=4)
+    # Keys, values (twice with three stages), queries and weights.
+    tiles = (2 * 2 * 64 + 2 * 128) * triton.next_power_of_2(head_dim) * dtype.itemsize
+    return PrefillConfig(num_stages=3 if tiles <= shared_bytes else 2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -145,10 +145,41 @@ def test_a_name_too_long_for_a_file() -> None:
         resolve_model("x" * 5000)
 
 
-def test_a_config_that_transformers_trips_over(folder: Path) -> None:
-    """transformers fails with an AttributeError on this dtype, which the check reads."""
-    path = folder / "target" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"torch_dtype": "torch.float16"}))
-    assert not error_codes(checked(folder))
+def test_a_dtype_that_transformers_trips_over(folder: Path) -> None:
+    """It fails with an AttributeError beside the tokenizer; a draft's is read by nobody else."""
+    for name, codes in (("draft", set()), ("target", {"config-wrong-value"})):
+        path = folder / name / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"torch_dtype": "torch.float16"}))
+        assert set(error_codes(checked(folder))) == codes
     with pytest.raises(EyasError, match="no tokenizer that can be read"):
         Tokenizer(folder / "target")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_config_that_is_not_plain_utf8(folder: Path, encoding: str) -> None:
+    """transformers takes neither."""
+    path = folder / "target" / "config.json"
+    path.write_text(path.read_text(), encoding=encoding)
+    assert "config-unreadable" in error_codes(checked(folder))
+    with pytest.raises(EyasError, match="no tokenizer that can be read"):
+        Tokenizer(folder / "target")
+
+
+@pytest.mark.parametrize(("count", "codes"), [(32, []), (33, ["end-tokens"])])
+def test_more_end_tokens_than_can_be_watched(folder: Path, count: int, codes: list[str]) -> None:
+    """Every request would be refused for them."""
+    path = folder / "target" / "config.json"
+    ids = [*range(count), VOCAB_SIZE + 5]  # the last one can never come
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": ids}))
+    assert error_codes(checked(folder)) == codes
+    if not codes:
+        llm = LLM(folder / "target", device="cpu", max_model_len=64)
+        assert llm.generate("a", GREEDY)[0].error is None
+
+
+def test_a_broken_tokenizer_is_found_before_the_load(folder: Path) -> None:
+    (folder / "target" / "tokenizer.json").write_text("{}")
+    steps: list[str] = []
+    with pytest.raises(EyasError, match="no tokenizer that can be read"):
+        LLM(folder / "target", device="cpu", progress=lambda step, done, total: steps.append(step))
+    assert not steps

@@ -28,7 +28,13 @@ from eyas.engine.check_parallel import (
     report_division,
     report_draft_division,
 )
-from eyas.engine.check_plan import describe_draft, describe_plan, describe_target, report_plan
+from eyas.engine.check_plan import (
+    describe_draft,
+    describe_plan,
+    describe_target,
+    report_end_tokens,
+    report_plan,
+)
 from eyas.engine.check_report import CheckReport, Section, format_bytes
 from eyas.engine.check_vision import describe_images, served_vision
 from eyas.engine.check_weights import report_dtype
@@ -162,6 +168,7 @@ class _Check:
         self.parallel = self.division.parallel
         is_comparable = report_dtype("target", target, checkpoint, self.dtype, self.findings)
         self.facts["target"] = describe_target(target)
+        report_end_tokens(target, self.findings)
         try:
             model_class = target_class(target.architecture)
         except EyasError as error:

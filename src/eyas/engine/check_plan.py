@@ -1,4 +1,4 @@
-"""The memory plan and the draft in words."""
+"""The memory plan, target and draft in words; limits that a target is over."""
 
 from __future__ import annotations
 
@@ -9,6 +9,20 @@ from eyas.engine.check_report import format_bytes
 from eyas.engine.memory_plan import MIN_MODEL_LEN, MemoryNeed, MemoryPlan, longest_length
 from eyas.models.config import DraftConfig, ModelConfig
 from eyas.models.findings import Findings
+from eyas.types import MAX_STOP_IDS
+
+
+def report_end_tokens(target: ModelConfig, findings: Findings) -> None:
+    """Report more end tokens than a request can have: each would be refused."""
+    num_ids = sum(token < target.vocab_size for token in target.eos_token_ids)
+    if num_ids > MAX_STOP_IDS:
+        findings.error(
+            "target",
+            "end-tokens",
+            f"config.json and generation_config.json name {num_ids} end tokens, at most "
+            f"{MAX_STOP_IDS} can be watched",
+            "keep those in eos_token_id that end an answer",
+        )
 
 
 def describe_target(target: ModelConfig) -> str:

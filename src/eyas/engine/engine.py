@@ -28,8 +28,9 @@ from eyas.kernels import SamplingMode
 from eyas.models.config import VisionConfig
 from eyas.scheduler.scheduler import Phase, Request, Scheduler
 from eyas.speculative.round import PrefillChunk
-from eyas.speculative.state import MAX_STOP_IDS, SlotSettings, sampling_mode
+from eyas.speculative.state import SlotSettings, sampling_mode
 from eyas.types import (
+    MAX_STOP_IDS,
     EyasError,
     FinishReason,
     ImageInput,

@@ -16,9 +16,9 @@ from eyas.config import ConfigError, EngineConfig
 from eyas.engine.acceptance_probe import probe_acceptance
 from eyas.engine.chat_images import EncodedPrompt, encode_chat, load_source, split_messages
 from eyas.engine.image_places import NO_IMAGES
-from eyas.engine.load import LoadedEngine, load_engine
+from eyas.engine.load import LoadedEngine, load_engine, resolve_folders
+from eyas.engine.load_tokenizer import load_tokenizer
 from eyas.engine.stop_text import AnswerText
-from eyas.engine.tokenizer import Tokenizer
 from eyas.models.embedded import Progress
 from eyas.types import (
     EyasError,
@@ -52,10 +52,12 @@ class LLM:
         **settings: Any,
     ) -> None:
         config = _config({"model": model, "draft": draft, **settings})
+        config = resolve_folders(config, progress=progress)
+        self.tokenizer = load_tokenizer(config)
         self._loaded: LoadedEngine = load_engine(config, progress=progress)
         self.engine = self._loaded.engine
+        self.engine.tokenizer = self.tokenizer
         self.seconds = self._loaded.seconds
-        self.tokenizer = self.engine.tokenizer = Tokenizer(self._loaded.folder)
         self.report = self._loaded.report
         self._ids = itertools.count()
         self._told: dict[str, list[StepOutput]] = {}  # by request, until its reader takes it

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eyas.config import EngineConfig
 from eyas.engine.engine_process import Loaded
 from eyas.models.embedded import Progress
-from eyas.types import EyasError
 
 if TYPE_CHECKING:
     from eyas.engine.engine import Engine
@@ -17,16 +15,11 @@ if TYPE_CHECKING:
 def load_for_serving(config: EngineConfig, progress: Progress) -> tuple[Engine, Loaded]:
     """Check, then load. Raises CheckError with all findings, EyasError for a missing tokenizer."""
     from eyas.engine.acceptance_probe import probe_acceptance  # heavy: torch
-    from eyas.engine.check import run_check
     from eyas.engine.load import load_engine, resolve_folders
-    from eyas.engine.tokenizer import Tokenizer
+    from eyas.engine.load_tokenizer import load_tokenizer
 
     config = resolve_folders(config, progress=progress)
-    try:
-        tokenizer = Tokenizer(Path(config.model))
-    except EyasError:
-        run_check(config).raise_on_errors()  # where more is wrong, say it all
-        raise
+    tokenizer = load_tokenizer(config)
     loaded = load_engine(config, progress=progress)
     engine, report = loaded.engine, loaded.report
     engine.tokenizer = tokenizer

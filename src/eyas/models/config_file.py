@@ -6,6 +6,7 @@ what a configuration class made of it.
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,8 +53,10 @@ def read_json(path: Path) -> dict[str, Any]:
         raise EyasError(f"{path} cannot be read: {error}") from None
     if raw.startswith(LFS_PREFIX):
         raise EyasError(f"{path} is a Git-LFS pointer and not the file: run `git lfs pull`")
+    if raw.startswith(codecs.BOM_UTF8):  # json would take it; transformers' tokenizers do not
+        raise EyasError(f"{path} begins with a byte order mark: save it as UTF-8 without one")
     try:
-        data = json.loads(raw)
+        data = json.loads(raw.decode())
     except (ValueError, RecursionError) as error:
         raise EyasError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
@@ -177,7 +180,13 @@ class Fields:
 
 def read_dtype(fields: Fields) -> str | None:
     """The checkpoint's dtype by name: `dtype` (transformers 5) or `torch_dtype`; None if absent."""
-    name = fields.text("dtype", fields.text("torch_dtype", "")).removeprefix("torch.")
+    given = fields.text("dtype", fields.text("torch_dtype", ""))
+    name = given.removeprefix("torch.")
+    if name != given and fields.subject == "target":
+        fields.problems.append(
+            f"dtype must be {name!r}, not {given!r}: transformers, which reads it beside the "
+            "tokenizer, fails on it"
+        )
     if name and name not in _PLAIN_DTYPES:
         fields.problems.append(f"dtype must be one of {', '.join(_PLAIN_DTYPES)}, not {name!r}")
     return name or None

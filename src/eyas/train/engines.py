@@ -11,6 +11,7 @@ from eyas.engine.check import run_check
 from eyas.engine.device import resolve_device
 from eyas.engine.engine import Engine
 from eyas.engine.load import load_engine, resolve_folders
+from eyas.engine.load_tokenizer import load_tokenizer
 from eyas.engine.tokenizer import Tokenizer
 from eyas.models.embedded import Progress
 from eyas.train.masks import ChatTemplate
@@ -64,8 +65,9 @@ def open_engine(
     config = resolve_folders(config, progress=progress)
     if placement.batch_size is None:
         config = _that_fits(config)
+    tokenizer = load_tokenizer(config)
     loaded = load_engine(config, progress=progress)
-    tokenizer = loaded.engine.tokenizer = Tokenizer(loaded.folder)
+    loaded.engine.tokenizer = tokenizer
     template = ChatTemplate.open(loaded.folder, placement.template_settings)
     return BatchEngine(loaded.engine, tokenizer, template, config.max_batch_size)
 

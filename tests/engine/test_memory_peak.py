@@ -14,7 +14,7 @@ from eyas.config import EngineConfig
 from eyas.engine import load
 from eyas.engine.memory_plan import MemoryPlan
 from eyas.engine.worker import Worker
-from eyas.kernels import SamplingMode, native
+from eyas.kernels import SamplingMode, native_attention
 from eyas.speculative.round import PrefillChunk
 from eyas.speculative.state import SlotSettings, sampling_mode
 from eyas.types import SamplingParams
@@ -200,7 +200,7 @@ def one_thread() -> Iterator[None]:
 def test_the_peak_is_within_five_percent_of_the_plan(
     name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "max_attention_work", lambda: 0)
+    monkeypatch.setattr(native_attention, "max_attention_work", lambda: 0)
     worker, plan = load_case(name, dtype, tmp_path, monkeypatch)
     chunk_tokens = CASES[name][0].get("prefill_chunk_tokens", 512)
     peak = sum(resident_bytes(worker).values()) + run_to_the_limits(worker, chunk_tokens)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from eyas.attention.torch_backend import TorchBackend
 from eyas.cache.pool import NUM_RESERVED_PAGES, KVPool
 from eyas.config import PLAIN, TreeShape
-from eyas.kernels import native
+from eyas.kernels import native, native_attention
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.llama import LlamaForCausalLM
 from eyas.models.loader import load_weights
@@ -41,13 +41,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the entries that were used."""
     made: list[str] = []
     for name in ("rms_norm", "add_rms_norm", "silu_mul", "argmax", "RopeWriter"):
-        original = getattr(native, name)
+        module = native_attention if name == "RopeWriter" else native
+        original = getattr(module, name)
         monkeypatch.setattr(
-            native, name, lambda *a, _f=original, _n=name, **k: made.append(_n) or _f(*a, **k)
+            module, name, lambda *a, _f=original, _n=name, **k: made.append(_n) or _f(*a, **k)
         )
-    plan = native.FewRowsAttention
+    plan = native_attention.FewRowsAttention
     monkeypatch.setattr(
-        native, "FewRowsAttention", lambda *a: made.append("FewRowsAttention") or plan(*a)
+        native_attention, "FewRowsAttention", lambda *a: made.append("FewRowsAttention") or plan(*a)
     )
     return made
 

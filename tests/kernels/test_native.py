@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eyas import kernels
-from eyas.kernels import native, native_build, reference
+from eyas.kernels import native, native_attention, native_build, reference
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -158,7 +158,7 @@ def test_rope_write(
         writer = kernels.plan_rope_write(
             qkv_TE, (cos, sin), write_T, (k_RKD, v_RKD), num_heads=num_heads
         )
-        assert isinstance(writer, native.RopeWriter)
+        assert isinstance(writer, native_attention.RopeWriter)
         q_THD = writer(qkv_TE, k_RKD, v_RKD)
         heads = qkv_TE.view(num_rows, num_all, size)
         rotated = reference.apply_rope(heads[:, : num_heads + num_kv_heads], cos, sin)
@@ -228,8 +228,8 @@ def test_attention(heads: tuple[int, int, int, int], dtype: torch.dtype) -> None
     shapes = [(1, 1, 1), (1, 1, 16), (2, 1, 33), (3, 5, 47), (1, 16, 130), (1, 64, 70), (2, 1, 700)]
     for seed, shape in enumerate(shapes):
         q_THD, read_BS, bias_BQS, cache = attention_case(shape, heads, dtype, seed)
-        attend = kernels.plan_attention(q_THD, read_BS.view(-1), bias_BQS, cache)
-        assert isinstance(attend, native.FewRowsAttention), shape
+        attend = kernels.plan_attention(q_THD, (read_BS.view(-1), bias_BQS), cache)
+        assert isinstance(attend, native_attention.FewRowsAttention), shape
         out = q_THD.new_empty(len(q_THD), heads[0] * heads[3])
         attend(q_THD, *cache, out)
         assert_close(out, attention_in_fp64(q_THD, read_BS, bias_BQS, cache).to(dtype))
@@ -247,7 +247,7 @@ def test_attention_of_strided_queries_hidden_rows_and_other_biases() -> None:
         tensor[read_BS[1, 7]] = float("nan")
     wide = torch.cat((q_THD, torch.full_like(q_THD, float("nan"))), dim=1)
     q = wide[:, :4]
-    attend = native.FewRowsAttention(q, read_BS.view(-1), bias_BQS, cache)
+    attend = native_attention.FewRowsAttention(q, (read_BS.view(-1), bias_BQS), cache)
     out = torch.empty(6, 4 * 64)
     attend(q, *cache, out)
     expected = attention_in_fp64(q_THD, read_BS, bias_BQS, cache).float()
@@ -262,7 +262,7 @@ def test_large_attention_is_left_to_torch() -> None:
         bias_BQS = torch.zeros(1, num_queries, 2048)
         q_THD = torch.zeros(num_queries, 8, 64)
         read_T = torch.zeros(2048, dtype=torch.int64)
-        plan = kernels.plan_attention(q_THD, read_T, bias_BQS, cache)
+        plan = kernels.plan_attention(q_THD, (read_T, bias_BQS), cache)
         assert (plan is not None) == served
 
 
@@ -271,7 +271,7 @@ def test_attention_of_a_prompt_chunk_is_left_to_torch() -> None:
     cache = (torch.zeros(4, 1, 8), torch.zeros(4, 1, 8))
     for num_queries, served in ((64, True), (65, False)):
         bias_BQS, q_THD = torch.zeros(1, num_queries, 4), torch.zeros(num_queries, 1, 8)
-        plan = kernels.plan_attention(q_THD, torch.arange(4), bias_BQS, cache)
+        plan = kernels.plan_attention(q_THD, (torch.arange(4), bias_BQS), cache)
         assert (plan is not None) == served
 
 
@@ -279,11 +279,65 @@ def test_attention_of_a_prompt_chunk_is_left_to_torch() -> None:
 def test_attention_of_one_row_equals_sdpa() -> None:
     q_THD, read_BS, bias_BQS, cache = attention_case((1, 1, 150), HEADS[0], torch.float32, 2)
     out = torch.empty(1, 9 * 64)
-    native.FewRowsAttention(q_THD, read_BS.view(-1), bias_BQS, cache)(q_THD, *cache, out)
+    native_attention.FewRowsAttention(q_THD, (read_BS.view(-1), bias_BQS), cache)(
+        q_THD, *cache, out
+    )
     seen = read_BS[0, bias_BQS[0, 0] == 0]
     k, v = (c[seen].transpose(0, 1)[None] for c in cache)
     expected = F.scaled_dot_product_attention(q_THD.transpose(0, 1)[None], k, v, enable_gqa=True)
     assert_close(out, expected.reshape(1, -1))
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("first_index", [0, 1])
+def test_a_tree_is_read_by_its_page_table(first_index: int, dtype: torch.dtype) -> None:
+    """Page tables, lengths (none at all, past the bound) and masks (a node that nobody sees, a
+    strided one) against the same rows written out; whatever nobody sees is NaN."""
+    generator = torch.Generator().manual_seed(7)
+    page_size, num_pages, num_scratch, num_slots = 4, 12, 9, 4
+    first_scratch, bound = num_pages * page_size, 21
+    table_BP = torch.stack([torch.randperm(num_pages, generator=generator) for _ in range(3)])
+    table_BP = table_BP[:, :7]
+    slots_B, end_B = torch.tensor([2, 0, 3]), torch.tensor([13, 0, 30])
+    visible_BQN = torch.rand(3, 7, 5, generator=generator).transpose(1, 2) < 0.5
+    visible_BQN[:, torch.arange(5), torch.arange(5) + 2] = True
+    visible_BQN[0, :, 1] = False
+    tree = kernels.plan_tree_rows(
+        table_BP,
+        slots_B,
+        end_B,
+        visible_BQN,
+        first_index=first_index,
+        last_index=bound,
+        first_node=2,
+        page_size=page_size,
+        scratch=(first_scratch, num_scratch),
+    )
+    assert tree is not None
+    written = first_scratch + slots_B[:, None] * num_scratch + 2 + torch.arange(5)
+    assert tree.write_T.tolist() == written.reshape(-1).tolist()
+    index_S = torch.arange(first_index, bound)
+    prefix_BS = table_BP[:, index_S // page_size] * page_size + index_S % page_size
+    tail_BN = first_scratch + slots_B[:, None] * num_scratch + torch.arange(7)
+    in_prefix_BQS = (index_S < end_B[:, None])[:, None].expand(-1, 5, -1)
+    allowed_BQS = torch.cat((in_prefix_BQS, visible_BQN), dim=2)
+    read_BS = torch.cat((prefix_BS, tail_BN), dim=1)
+    num_rows = first_scratch + num_slots * num_scratch
+    seen = torch.zeros(num_rows, dtype=torch.bool)
+    for request in range(3):
+        seen[read_BS[request, allowed_BQS[request].any(0)]] = True
+    cache = tuple(random(num_rows, 2, 24, dtype=dtype, seed=i) for i in range(2))
+    for tensor in cache:
+        tensor[~seen] = float("nan")
+    q_THD = random(15, 6, 24, dtype=dtype, seed=5)
+    attend = kernels.plan_attention(q_THD, tree, (cache[0], cache[1]))
+    assert isinstance(attend, native_attention.FewRowsAttention)
+    out = torch.empty(15, 6 * 24, dtype=dtype)
+    attend(q_THD, *cache, out)
+    bias_BQS = torch.zeros(allowed_BQS.shape, dtype=dtype).masked_fill(~allowed_BQS, -math.inf)
+    expected = attention_in_fp64(q_THD, read_BS, bias_BQS, (cache[0], cache[1]))
+    assert_close(out, expected.to(dtype))
 
 
 # ---- building ----

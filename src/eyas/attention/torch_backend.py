@@ -21,6 +21,9 @@ from torch.nn import functional as F
 from eyas import kernels
 from eyas.cache.pool import KVPool
 from eyas.contract.attention import HeadNorms
+from eyas.kernels import TreeRows
+
+_FewRows = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,14 +39,31 @@ class Segment:
 
 
 class TorchAttention:
-    """Implements contract.attention.Attention for one planned forward."""
+    """Implements contract.attention.Attention for one planned forward.
 
-    def __init__(self, pool: KVPool, *, write_T: Tensor, segments: Sequence[Segment]) -> None:
-        self._pool, self._write_T, self._segments = pool, write_T, segments
+    segments: or a function that finds them, called if they are needed. tree: the same in a form
+    that some kernels take, for a plan of one segment.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        *,
+        write_T: Tensor,
+        segments: Sequence[Segment] | Callable[[], Sequence[Segment]],
+        tree: TreeRows | None = None,
+    ) -> None:
+        self._pool, self._write_T, self._found, self._tree = pool, write_T, segments, tree
         self._grouped_bias: dict[int, list[Tensor]] = {}
         self._rotary: tuple[Tensor, Tensor] | None = None
         self._writer: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-        self._few_rows: list[Callable[[Tensor, Tensor, Tensor, Tensor], None] | None] | None = None
+        self._few_rows: list[tuple[int, _FewRows]] | None = None
+
+    @property
+    def _segments(self) -> Sequence[Segment]:
+        if callable(self._found):
+            self._found = self._found()
+        return self._found
 
     def rotate_and_write(
         self,
@@ -80,23 +100,33 @@ class TorchAttention:
         if scale is not None:
             return self._attend_by_gathering(layer, q_THD, scale)
         if self._few_rows is None:
-            self._few_rows = [
-                kernels.plan_attention(q_THD, s.read_T, s.bias_BQS, self._pool.layers[layer])
-                for s in self._segments
-            ]
-        if None in self._few_rows:
-            return self._attend_by_gathering(layer, q_THD)
+            self._few_rows = self._plan_few_rows(q_THD, self._pool.layers[layer])
         k_RKD, v_RKD = self._pool.layers[layer]
+        if not self._few_rows:
+            return self._attend_by_gathering(layer, q_THD)
         num_tokens, num_heads, _ = q_THD.shape
         out_TE = q_THD.new_empty(num_tokens, num_heads * v_RKD.shape[2])
-        for attend, segment in zip(self._few_rows, self._segments, strict=True):
-            assert attend is not None
-            start = segment.start
+        for start, attend in self._few_rows:
             if start:
                 attend(q_THD[start:], k_RKD, v_RKD, out_TE[start:])
             else:
                 attend(q_THD, k_RKD, v_RKD, out_TE)
         return out_TE
+
+    def _plan_few_rows(
+        self, q_THD: Tensor, cache: tuple[Tensor, Tensor]
+    ) -> list[tuple[int, _FewRows]]:
+        """(first row, attention of few rows) by segment; empty where one is left to torch."""
+        if self._tree is not None:
+            plan = kernels.plan_attention(q_THD, self._tree, cache)
+            return [] if plan is None else [(0, plan)]
+        plans: list[tuple[int, _FewRows]] = []
+        for segment in self._segments:
+            plan = kernels.plan_attention(q_THD, (segment.read_T, segment.bias_BQS), cache)
+            if plan is None:
+                return []
+            plans.append((segment.start, plan))
+        return plans
 
     def _attend_by_gathering(self, layer: int, q_THD: Tensor, scale: float | None = None) -> Tensor:
         num_groups = q_THD.shape[1] // self._pool.layout.num_kv_heads
@@ -198,12 +228,49 @@ class TorchBackend:
         nodes 0 .. N - 1 each row sees those that visible_BQN (bool) names, itself among them.
         max_kv_len: no end_index is above it; a bound past the page tables is cut to them.
         """
+        pool = self.pool
+        max_kv_len = min(max_kv_len, page_table_BP.shape[1] * pool.page_size)
+        last_index = max(max_kv_len, first_index)
+
+        def segments() -> list[Segment]:
+            return self._tree_segments(
+                page_table_BP,
+                slots_B,
+                end_index_B,
+                visible_BQN,
+                index_S=torch.arange(first_index, last_index, device=slots_B.device),
+            )
+
+        tree = kernels.plan_tree_rows(
+            page_table_BP,
+            slots_B,
+            end_index_B,
+            visible_BQN,
+            first_index=first_index,
+            last_index=last_index,
+            first_node=first_node,
+            page_size=pool.page_size,
+            scratch=(pool.num_page_rows, pool.num_scratch_rows),
+        )
+        if tree is not None:
+            return TorchAttention(pool, write_T=tree.write_T, segments=segments, tree=tree)
+        node_Q = torch.arange(first_node, first_node + visible_BQN.shape[1], device=slots_B.device)
+        write_BQ = self.scratch_rows(slots_B, node_Q)
+        return TorchAttention(pool, write_T=write_BQ.reshape(-1), segments=segments)
+
+    def _tree_segments(
+        self,
+        page_table_BP: Tensor,
+        slots_B: Tensor,
+        end_index_B: Tensor,
+        visible_BQN: Tensor,
+        *,
+        index_S: Tensor,
+    ) -> list[Segment]:
+        """The one segment of trees whose prefixes lie among the indices index_S."""
         num_requests, num_queries, num_nodes = visible_BQN.shape
-        max_kv_len = min(max_kv_len, page_table_BP.shape[1] * self.pool.page_size)
-        device = slots_B.device
-        node_N = torch.arange(num_nodes, device=device)
+        node_N = torch.arange(num_nodes, device=slots_B.device)
         tail_BN = self.scratch_rows(slots_B, node_N)
-        index_S = torch.arange(first_index, max(max_kv_len, first_index), device=device)
         in_prefix_BS = index_S[None, :] < end_index_B[:, None]
         prefix_BS = self.page_rows(page_table_BP, index_S.expand(num_requests, -1))
         prefix_BS = torch.where(in_prefix_BS, prefix_BS, 0)
@@ -212,12 +279,7 @@ class TorchBackend:
         read_BS = torch.cat((prefix_BS, torch.where(tail_seen_BN, tail_BN, 0)), dim=1)
         prefix_BQS = in_prefix_BS[:, None, :].expand(-1, num_queries, -1)
         allowed_BQS = torch.cat((prefix_BQS, visible_BQN), dim=2)
-        write_BQ = tail_BN[:, first_node : first_node + num_queries]
-        return TorchAttention(
-            self.pool,
-            write_T=write_BQ.reshape(-1),
-            segments=[Segment(0, read_BS.view(-1), self._bias(allowed_BQS))],
-        )
+        return [Segment(0, read_BS.view(-1), self._bias(allowed_BQS))]
 
     def plan_prefill(
         self, *, page_table_BP: Tensor, chunks: Sequence[tuple[int, int]], device: torch.device

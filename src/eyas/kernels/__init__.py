@@ -14,9 +14,11 @@ from eyas.kernels.dispatch import (
     pair_norm,
     plan_attention,
     plan_rope_write,
+    plan_tree_rows,
     rms_norm,
     silu_mul,
 )
+from eyas.kernels.native_attention import TreeRows
 from eyas.kernels.reference import (
     FINISH_LENGTH,
     FINISH_STOP,
@@ -34,6 +36,7 @@ __all__ = [
     "FINISH_STOP",
     "NO_FINISH",
     "SamplingMode",
+    "TreeRows",
     "add_rms_norm",
     "apply_penalties",
     "apply_rope",
@@ -47,6 +50,7 @@ __all__ = [
     "pair_norm",
     "plan_attention",
     "plan_rope_write",
+    "plan_tree_rows",
     "rms_norm",
     "silu_mul",
     "token_logprobs",

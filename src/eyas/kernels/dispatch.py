@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eyas.kernels import native, reference
+from eyas.kernels import native, native_attention, reference
 from eyas.kernels.linear_config import LinearConfig
 
 
@@ -140,7 +140,7 @@ def plan_rope_write(
     cache: tuple[Tensor, Tensor],
     *,
     num_heads: int,
-) -> native.RopeWriter | None:
+) -> native_attention.RopeWriter | None:
     """One call a layer that rotates q and k and stores k and v, or None where there is none.
 
     qkv_TE: a layer's fused projection [T, (H + K) * D + K * Dv]; cache: its keys and values.
@@ -148,21 +148,64 @@ def plan_rope_write(
     same = qkv_TE.dtype is cache[0].dtype is rotary[0].dtype
     if not same or qkv_TE.numel() > native.MAX_ELEMENTS or not native.accepts(qkv_TE):
         return None
-    return native.RopeWriter(rotary, write_T, cache, num_heads=num_heads)
+    return native_attention.RopeWriter(rotary, write_T, cache, num_heads=num_heads)
 
 
 def plan_attention(
-    q_THD: Tensor, read_T: Tensor, bias_BQS: Tensor, cache: tuple[Tensor, Tensor]
-) -> native.FewRowsAttention | None:
-    """Attention that gathers nothing, or None where the reference is as good or better."""
-    if bias_BQS.shape[1] > native.MAX_QUERIES:  # a prompt chunk: torch's threads pay there
+    q_THD: Tensor,
+    read: tuple[Tensor, Tensor] | native_attention.TreeRows,
+    cache: tuple[Tensor, Tensor],
+) -> native_attention.FewRowsAttention | None:
+    """Attention that gathers nothing, or None where the reference is as good or better.
+
+    read: rows [B * S] and what is added to their scores [B, Q, S]; or a tree.
+    """
+    if isinstance(read, native_attention.TreeRows):
+        (num_requests, num_queries, num_read), dtype = read.shape, q_THD.dtype
+    else:
+        (num_requests, num_queries, num_read), dtype = read[1].shape, read[1].dtype
+    if num_queries > native_attention.MAX_QUERIES:  # a prompt chunk: torch's threads pay there
         return None
-    width = q_THD.shape[1] * (q_THD.shape[2] + cache[1].shape[2])
-    if bias_BQS.numel() * width > native.max_attention_work() or not native.accepts(q_THD):
+    work = num_requests * num_queries * num_read
+    work *= q_THD.shape[1] * (q_THD.shape[2] + cache[1].shape[2])
+    if work > native_attention.max_attention_work() or not native.accepts(q_THD):
         return None
-    if not q_THD.dtype is cache[0].dtype is bias_BQS.dtype:
+    if not q_THD.dtype is cache[0].dtype is dtype:
         return None
-    return native.FewRowsAttention(q_THD, read_T, bias_BQS, cache)
+    return native_attention.FewRowsAttention(q_THD, read, cache)
+
+
+def plan_tree_rows(
+    page_table_BP: Tensor,
+    slots_B: Tensor,
+    end_B: Tensor,
+    visible_BQN: Tensor,
+    *,
+    first_index: int,
+    last_index: int,
+    first_node: int,
+    page_size: int,
+    scratch: tuple[int, int],
+) -> native_attention.TreeRows | None:
+    """The rows of trees straight from their page tables, or None where torch finds them.
+
+    end_B: where each prefix ends, none above last_index. scratch: the first scratch row of all
+    slots, and how many one has.
+    """
+    is_small = visible_BQN.shape[1] <= native_attention.MAX_QUERIES
+    if not is_small or not native.accepts_indices(page_table_BP):
+        return None
+    return native_attention.TreeRows(
+        page_table_BP,
+        slots_B,
+        end_B,
+        visible_BQN,
+        first_index=first_index,
+        last_index=last_index,
+        first_node=first_node,
+        page_size=page_size,
+        scratch=scratch,
+    )
 
 
 def copy_cache_rows(

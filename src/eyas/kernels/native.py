@@ -21,11 +21,9 @@ from torch import Tensor
 from eyas.kernels.native_build import NativeLibrary
 
 # One pass by one thread against several passes by all: measured even at about this many elements.
-MAX_QUERIES = 64  # rows of a request: a tree's, not a prompt chunk's
 MAX_ELEMENTS = 1 << 19
 # The exponentials of silu take time of their own, which two threads halve.
 MAX_GATED_ELEMENTS = 1 << 16
-_WIDTH = 16  # of a vector in native.c
 _Pointer, _Count, _Real = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_float
 _SIGNATURES = {
     "rms_norm": [_Pointer] * 3 + [_Count] * 4 + [_Real],
@@ -34,27 +32,6 @@ _SIGNATURES = {
     "argmax": [_Pointer] * 2 + [_Count] * 2,
 }
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
-
-
-class _RopePlan(ctypes.Structure):
-    _fields_ = [
-        *((name, _Pointer) for name in ("cos", "sin", "write")),
-        *((name, ctypes.c_int64) for name in ("rows", "stride", "num_q", "num_k", "size")),
-        *((name, ctypes.c_int64) for name in ("v_size", "rotary", "k_stride", "v_stride")),
-        ("is_bf16", ctypes.c_int64),
-    ]
-
-
-class _AttendPlan(ctypes.Structure):
-    _fields_ = [
-        ("read", _Pointer),
-        ("bias", _Pointer),
-        *((name, ctypes.c_int64) for name in ("requests", "queries", "num_read", "heads")),
-        *((name, ctypes.c_int64) for name in ("kv_heads", "size", "v_size", "q_stride")),
-        *((name, ctypes.c_int64) for name in ("k_stride", "v_stride", "is_bf16")),
-        ("scale", _Real),
-        *((name, _Pointer) for name in ("count", "rows", "added", "mixed", "scratch")),
-    ]
 
 
 class _Functions:
@@ -71,11 +48,6 @@ class _Functions:
             for function in by_dtype.values():
                 function.argtypes, function.restype = arguments, None
             setattr(self, name, by_dtype)
-        self.rope_write, self.attend = library.rope_write, library.attend
-        for function in (self.rope_write, self.attend):
-            function.argtypes, function.restype = [_Pointer] * 5, None
-        self.attend_prepare = library.attend_prepare
-        self.attend_prepare.argtypes, self.attend_prepare.restype = [_Pointer], None
 
 
 _LIBRARY = NativeLibrary()
@@ -118,13 +90,23 @@ def accepts(x: Tensor) -> bool:
     return _state == "on" or _load()
 
 
-def max_attention_work() -> int:
-    """B * Q * S * heads * (D + Dv), multiplications, up to which one thread is no slower.
+def accepts_indices(index: Tensor) -> bool:
+    """Whether int64 numbers are: as `accepts`."""
+    if not index.is_cpu or _state == "off" or torch.is_grad_enabled():
+        return False
+    if index.dtype is not torch.int64 or type(index) is not Tensor:
+        return False
+    return _state == "on" or _load()
 
-    Measured on two cores, where nothing gathered makes up for the second thread up to about 2^26;
-    with many threads only torch's fixed cost, some 60 microseconds a layer, is to be gained.
-    """
-    return 1 << (26 if torch.get_num_threads() <= 2 else 22)
+
+def entry(name: str, *arguments: Any, result: Any = None) -> Any:
+    """A function of the library by its name and argument types; None where there is no library."""
+    library = _LIBRARY.get()
+    if library is None:
+        return None
+    function = getattr(library, name)
+    function.argtypes, function.restype = arguments, result
+    return function
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor | None:
@@ -204,119 +186,3 @@ def argmax(x_RV: Tensor) -> Tensor | None:
     assert _functions is not None
     _functions.argmax[x_RV.dtype](x_RV.data_ptr(), out_R.data_ptr(), num_rows, size)
     return out_R
-
-
-class RopeWriter:
-    """Rotates q and k of a fused projection and stores k and v, for all layers of one forward.
-
-    cos, sin: [T, 1, rotary] as kernels.apply_rope takes them. write_T: int64 rows of the cache.
-    num_heads: query heads; the key/value heads are those of the cache.
-    """
-
-    def __init__(
-        self,
-        rotary: tuple[Tensor, Tensor],
-        write_T: Tensor,
-        cache: tuple[Tensor, Tensor],
-        *,
-        num_heads: int,
-    ) -> None:
-        (cos, sin), (k_RKD, v_RKD) = (t.contiguous() for t in rotary), cache
-        self._kept = (cos, sin, write_T.contiguous())  # the plan holds bare pointers
-        self._shape = (len(write_T), num_heads, k_RKD.shape[2])
-        num_kv_heads = k_RKD.shape[1]
-        width = (num_heads + num_kv_heads) * k_RKD.shape[2] + num_kv_heads * v_RKD.shape[2]
-        self._plan = _RopePlan(
-            *(t.data_ptr() for t in self._kept),
-            rows=len(write_T),
-            stride=width,
-            num_q=num_heads,
-            num_k=num_kv_heads,
-            size=k_RKD.shape[2],
-            v_size=v_RKD.shape[2],
-            rotary=cos.shape[-1],
-            k_stride=k_RKD.stride(0),
-            v_stride=v_RKD.stride(0),
-            is_bf16=cos.dtype == torch.bfloat16,
-        )
-        self._address = ctypes.addressof(self._plan)
-        self._width = width
-        assert _functions is not None
-        self._function = _functions.rope_write
-
-    def __call__(self, qkv_TE: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> Tensor:
-        """Write one layer's rows; returns q [T, H, D], rotated."""
-        qkv_TE = qkv_TE.contiguous()
-        assert qkv_TE.shape == (self._shape[0], self._width) and qkv_TE.dtype is k_RKD.dtype
-        q_THD = torch.empty(self._shape, dtype=qkv_TE.dtype)
-        self._function(
-            self._address,
-            qkv_TE.data_ptr(),
-            q_THD.data_ptr(),
-            k_RKD.data_ptr(),
-            v_RKD.data_ptr(),
-        )
-        return q_THD
-
-
-class FewRowsAttention:
-    """Attention of B * Q query rows over rows of a paged cache, for all layers of one forward.
-
-    read_T: int64 cache rows [B * S]; bias_BQS: added to the scores. A position whose bias is -inf
-    for all query rows of a request is never read; a row that sees nothing gives zeros.
-    """
-
-    def __init__(
-        self, q_THD: Tensor, read_T: Tensor, bias_BQS: Tensor, cache: tuple[Tensor, Tensor]
-    ) -> None:
-        num_requests, num_queries, num_read = bias_BQS.shape
-        (k_RKD, v_RKD), num_heads, size = cache, q_THD.shape[1], q_THD.shape[2]
-        num_kv_heads, v_size = k_RKD.shape[1], v_RKD.shape[2]
-        bias_BQS, read_T = bias_BQS.contiguous(), read_T.contiguous()
-        reach = _padded(num_read)
-        num_rows = num_queries * (num_heads // num_kv_heads)
-        scratch = num_rows * (_padded(size) + reach + _padded(v_size)) + _padded(num_rows)
-        scratch += _WIDTH * max(_padded(size), _padded(v_size))
-        work = {
-            "count": torch.empty(num_requests, dtype=torch.int64),
-            "rows": torch.empty(num_requests * reach, dtype=torch.int64),
-            "added": torch.empty(num_requests * num_queries * reach),
-            "mixed": torch.empty(num_requests * (reach // _WIDTH), dtype=torch.uint8),
-            "scratch": torch.empty(scratch),
-        }
-        self._kept = (read_T, bias_BQS, work)  # the plan holds bare pointers
-        self._plan = _AttendPlan(
-            read_T.data_ptr(),
-            bias_BQS.data_ptr(),
-            requests=num_requests,
-            queries=num_queries,
-            num_read=num_read,
-            heads=num_heads,
-            kv_heads=num_kv_heads,
-            size=size,
-            v_size=v_size,
-            q_stride=q_THD.stride(0),
-            k_stride=k_RKD.stride(0),
-            v_stride=v_RKD.stride(0),
-            is_bf16=bias_BQS.dtype == torch.bfloat16,
-            scale=size**-0.5,
-            **{name: tensor.data_ptr() for name, tensor in work.items()},
-        )
-        self._address = ctypes.addressof(self._plan)
-        assert _functions is not None
-        self._function = _functions.attend
-        _functions.attend_prepare(self._address)
-
-    def __call__(self, q_THD: Tensor, k_RKD: Tensor, v_RKD: Tensor, out_TE: Tensor) -> None:
-        """Fill out_TE [T, H * Dv] for queries laid out as those of the plan."""
-        self._function(
-            self._address,
-            q_THD.data_ptr(),
-            k_RKD.data_ptr(),
-            v_RKD.data_ptr(),
-            out_TE.data_ptr(),
-        )
-
-
-def _padded(count: int) -> int:
-    return -(-count // _WIDTH) * _WIDTH

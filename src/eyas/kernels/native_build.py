@@ -1,4 +1,4 @@
-"""Compile native.c with the machine's C compiler at first use, and load it.
+"""Compile the C kernels with the machine's C compiler at first use, and load them.
 
 The library lies in Eyas' cache under a hash of everything that it depends on. Whatever fails (no
 compiler, a compile error, a read-only cache) leaves the torch reference in charge and a text that
@@ -17,7 +17,9 @@ import tempfile
 import threading
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("native.c")
+_FOLDER = Path(__file__).parent
+SOURCES = (_FOLDER / "native.c", _FOLDER / "native_draft.c")
+_HEADERS = (_FOLDER / "native.h",)
 SWITCH = "EYAS_NATIVE"
 _COMPILERS = ("cc", "gcc", "clang")
 # No fast-math: NaN and infinity matter. No OpenMP: a second runtime would spin against torch's.
@@ -75,8 +77,8 @@ def _load() -> tuple[ctypes.PyDLL, str]:
     compiler = _compiler()
     flags = [*_FLAGS, *_TUNED, *(_X86 if platform.machine() in ("x86_64", "AMD64") else ())]
     version = _run([compiler, "--version"])
-    source = SOURCE.read_bytes()
-    parts = (source, version.encode(), repr(flags).encode(), _cpu().encode())
+    sources = [path.read_bytes() for path in (*SOURCES, *_HEADERS)]
+    parts = (*sources, version.encode(), repr(flags).encode(), _cpu().encode())
     key = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts))
     path = cache_folder() / f"{key.hexdigest()[:32]}.so"
     if not _is_whole(path):
@@ -131,7 +133,7 @@ def _build(compiler: str, flags: list[str], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / "native.so"
-        _run([compiler, *flags, "-o", str(made), str(SOURCE), "-lm"])
+        _run([compiler, *flags, "-o", str(made), *map(str, SOURCES), "-lm"])
         data = made.read_bytes()
         with made.open("ab") as file:
             file.write(hashlib.sha256(data).digest())

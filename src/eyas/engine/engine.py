@@ -305,6 +305,9 @@ class Engine:
     def _read(self, launch: _Launch) -> list[StepOutput]:
         with self.stats.wait():
             results = launch.pending.read()
+        if launch.tree is not None:
+            parts = launch.pending.part_seconds()
+            self.stats.parts(len(launch.requests), launch.tree, parts)
         outputs = (
             self._apply(request, result, tree=launch.tree)
             for request, result in zip(launch.requests, results, strict=True)

@@ -1,6 +1,7 @@
 """Rounds as CUDA graphs: captured once per shape, replayed without host work inside (D6, D8).
 
-A graph's only input is a static tensor of slot numbers; everything else that a round reads and
+A round is two graphs, draft and verify, replayed back to back; a plain round, which drafts nothing,
+is one. Their only input is a static tensor of slot numbers; everything else that a round reads and
 writes lies in device tensors that never move. Batches are padded with the trash slot to a few
 sizes, so that few graphs serve all; they share one memory pool. Where attention reads its lengths
 from the device alone one graph serves any length; otherwise lengths are padded to a few bounds.
@@ -8,9 +9,12 @@ from the device alone one graph serves any length; otherwise lengths are padded 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -32,9 +36,29 @@ class GraphKey:
     mode: SamplingMode
 
 
+class PartTimer:
+    """Events before, between and after the parts of a replayed round."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[str, torch.cuda.Event]] = []
+
+    def mark(self, part: str) -> None:
+        """What was launched since the last mark is this part."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._marks.append((part, event))
+
+    def seconds(self) -> dict[str, float]:
+        """Device time by part, of a round that has ended."""
+        pairs = itertools.pairwise(self._marks)
+        return {part: before.elapsed_time(after) / 1e3 for (_, before), (part, after) in pairs}
+
+
 @dataclasses.dataclass
 class _Captured:
-    graph: torch.cuda.CUDAGraph
+    """graphs: by part, to replay in order. slots_B: their input."""
+
+    graphs: dict[str, torch.cuda.CUDAGraph]
     slots_B: torch.Tensor
     output: RoundOutput
     slots: tuple[int, ...] = ()  # what slots_B holds
@@ -86,16 +110,21 @@ class RoundGraphs:
 
     def round(
         self, slots: Sequence[int], shape: TreeShape, *, max_kv_len: int, mode: SamplingMode
-    ) -> RoundOutput:
-        """As RoundRunner.round; the output is overwritten by the next replay of the same key."""
+    ) -> tuple[RoundOutput, PartTimer]:
+        """As RoundRunner.round, and how long its parts take: "draft", and "verify" with all that
+        follows. The output is overwritten by the next replay of the same key."""
         captured = self._get(self.key(len(slots), shape, max_kv_len=max_kv_len, mode=mode))
         trash = self._runner.state.trash_slot
         padded = (*slots, *[trash] * (len(captured.slots_B) - len(slots)))
         if padded != captured.slots:  # the same requests run many rounds: nothing to copy
             captured.slots_B.copy_(torch.tensor(padded), non_blocking=True)
             captured.slots = padded
-        captured.graph.replay()
-        return _first(captured.output, len(slots))
+        timer = PartTimer()
+        timer.mark("start")
+        for part, graph in captured.graphs.items():
+            graph.replay()
+            timer.mark(part)
+        return _first(captured.output, len(slots)), timer
 
     def key(
         self, num_requests: int, shape: TreeShape, *, max_kv_len: int, mode: SamplingMode
@@ -138,20 +167,33 @@ class RoundGraphs:
         # Warm-up rounds run on the trash slot alone: nothing that anybody reads changes.
         slots_B = torch.full((key.num_requests,), state.trash_slot, device=state.device)
 
-        def run() -> RoundOutput:
-            return self._runner.round(slots_B, key.shape, max_kv_len=key.max_kv_len, mode=key.mode)
+        def run(part: Callable[[str], contextlib.AbstractContextManager[None]]) -> RoundOutput:
+            fixed: dict[str, Any] = {"max_kv_len": key.max_kv_len, "mode": key.mode}
+            if not key.shape.depth:
+                with part("verify"):
+                    return self._runner.round(slots_B, key.shape, **fixed)
+            with part("draft"):
+                drafted = self._runner.draft(slots_B, key.shape, **fixed)
+            with part("verify"):
+                return self._runner.verify(drafted, key.shape, **fixed)
 
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
-                run()
+                run(lambda _: contextlib.nullcontext())
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = run()
+        graphs: dict[str, torch.cuda.CUDAGraph] = {}
+
+        @contextlib.contextmanager
+        def capture(part: str) -> Iterator[None]:
+            graphs[part] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graphs[part], pool=self._pool):
+                yield
+
+        output = run(capture)
         self.capture_seconds += time.perf_counter() - start
-        return _Captured(graph, slots_B, output)
+        return _Captured(graphs, slots_B, output)
 
 
 def _first(output: RoundOutput, count: int) -> RoundOutput:

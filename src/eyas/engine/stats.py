@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -24,8 +24,9 @@ class PartObserver(Protocol):
 class RoundTimes:
     """Rounds of one group. seconds: by part.
 
-    "draft" and "verify" split the round where the device is a CPU; "round" is all of the launch
-    and the wait for results; "host" is the rest of the turn: scheduling, pages, stop strings.
+    "draft" and "verify" are device time (in a replayed graph what follows the verification counts
+    as "verify"); "round" is all of the launch and the wait for results; "host" is the rest of the
+    turn: scheduling, pages, stop strings.
     """
 
     num_rounds: int = 0
@@ -65,6 +66,10 @@ def shape_name(tree: TreeShape) -> str:
     return f"tree-{tree.depth}x{tree.topk}-{tree.num_nodes}"
 
 
+def _group(num_requests: int, tree: TreeShape) -> Group:
+    return 1 << (num_requests - 1).bit_length(), shape_name(tree)
+
+
 class EngineStats:
     """Counts and times turns of the loop. Not thread-safe: the loop's thread writes and copies."""
 
@@ -100,11 +105,16 @@ class EngineStats:
     @contextmanager
     def round(self, num_requests: int, tree: TreeShape) -> Generator[None, None, None]:
         """Around the launch of a round."""
-        self._group = (1 << (num_requests - 1).bit_length(), shape_name(tree))
+        self._group = _group(num_requests, tree)
         self._times(self._group).num_rounds += 1
         with self._device_part():
             self._last_mark = time.perf_counter()
             yield
+
+    def parts(self, num_requests: int, tree: TreeShape, seconds: Mapping[str, float]) -> None:
+        """What the device measured of a round that was read."""
+        for part, time_taken in seconds.items():
+            self._times(_group(num_requests, tree)).add(part, time_taken)
 
     @contextmanager
     def wait(self) -> Generator[None, None, None]:

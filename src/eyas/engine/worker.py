@@ -13,7 +13,7 @@ from eyas.config import MAX_TREE_NODES, PLAIN, TreeShape
 from eyas.contract.draft import Draft
 from eyas.contract.target import Target
 from eyas.contract.vision import ImageEncoder
-from eyas.engine.graph import RoundGraphs
+from eyas.engine.graph import PartTimer, RoundGraphs
 from eyas.engine.image_rows import ImageRows
 from eyas.kernels import SamplingMode
 from eyas.speculative.proposer import Proposer
@@ -63,7 +63,8 @@ class RoundResult:
 class Pending:
     """Results on their way to the host; `read` waits for them."""
 
-    def __init__(self, output: RoundOutput) -> None:
+    def __init__(self, output: RoundOutput, timer: PartTimer | None = None) -> None:
+        self._timer = timer
         self._event: torch.cuda.Event | None = None
         tensors = (output.packed, output.logprob_id, output.logprob)
         self._packed, self._ids, self._values = (t if t is None else _to_host(t) for t in tensors)
@@ -82,6 +83,10 @@ class Pending:
             logprobs = self._logprobs(number, num_emitted)
             results.append(RoundResult(tuple(row[:num_emitted]), finish, num_accepted, logprobs))
         return results
+
+    def part_seconds(self) -> dict[str, float]:
+        """Device time by part of a round that was read, where it was measured."""
+        return {} if self._timer is None else self._timer.seconds()
 
     def _logprobs(self, number: int, num_emitted: int) -> tuple[TokenLogprob, ...]:
         if self._ids is None or self._values is None:
@@ -230,7 +235,7 @@ class Worker:
             self.proposer.prime(self._on_device(slots), max_kv_len=max_kv_len, mode=mode)
         self._set_primed(slots, tree.depth > 0)
         if self.graphs is not None:
-            return Pending(self.graphs.round(slots, tree, max_kv_len=max_kv_len, mode=mode))
+            return Pending(*self.graphs.round(slots, tree, max_kv_len=max_kv_len, mode=mode))
         slots_B = self._on_device(slots)
         return Pending(self.runner.round(slots_B, tree, max_kv_len=max_kv_len, mode=mode))
 

@@ -65,6 +65,14 @@ class PrefillChunk:
 
 
 @dataclasses.dataclass(frozen=True)
+class Drafted:
+    """What the halves of a round share: where its slots stand, and the trees to verify."""
+
+    start: RoundStart
+    tree: Tree
+
+
+@dataclasses.dataclass(frozen=True)
 class _ChunkInputs:
     """Prompt chunks on the device, int64. last_B: each chunk's last row; final_B: 1 where it ends
     the prompt; known_B: else the token after it."""
@@ -134,10 +142,24 @@ class RoundRunner:
         max_kv_len: no slot's length is above it. mode: what the requests' sampling needs.
         A speculative shape needs `prime` first if the last round of a slot was a plain one.
         """
-        steps = self.steps
-        start = steps.begin(slots_B, shape)
+        drafted = self.draft(slots_B, shape, max_kv_len=max_kv_len, mode=mode)
+        return self.verify(drafted, shape, max_kv_len=max_kv_len, mode=mode)
+
+    def draft(
+        self, slots_B: Tensor, shape: TreeShape, *, max_kv_len: int, mode: SamplingMode
+    ) -> Drafted:
+        """The first half of a round; a grammar's masks would be made between the two (D6)."""
+        start = self.steps.begin(slots_B, shape)
         tree = self._tree(start, shape, max_kv_len=max_kv_len, mode=mode)
         self._ended("draft")
+        return Drafted(start, tree)
+
+    def verify(
+        self, drafted: Drafted, shape: TreeShape, *, max_kv_len: int, mode: SamplingMode
+    ) -> RoundOutput:
+        """The second half: verify, accept, commit and extend."""
+        steps, start, tree = self.steps, drafted.start, drafted.tree
+        slots_B = start.slots_B
         plan = self.backend.plan_tree(
             page_table_BP=start.page_table_BP,
             slots_B=slots_B,

@@ -16,6 +16,7 @@ from fixtures.checkpoints import (
 )
 from torch import nn
 
+from eyas.models import loader
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.draft_config import canonical_name, read_draft_config
 from eyas.models.eagle3 import Eagle3Draft
@@ -135,13 +136,18 @@ def test_harmless_constants_are_ignored(tmp_path: Path) -> None:
     load(Tiny(), tmp_path, tensors)
 
 
-def test_progress(tmp_path: Path) -> None:
+def test_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[LoadProgress] = []
+    monkeypatch.setattr(loader, "TELL_EVERY", 0.0)
     total = load(Tiny(), tmp_path, tiny_tensors(), progress=seen.append)
     assert [p.loaded_bytes for p in seen] == sorted(p.loaded_bytes for p in seen)
     assert len(seen) == 6 and seen[-1] == total
     assert total.loaded_bytes == total.total_bytes == sum(t.nbytes for t in tiny_tensors().values())
     assert total.bytes_per_second > 0 and total.seconds_left == 0
+    monkeypatch.setattr(loader, "TELL_EVERY", 1000.0)
+    seen.clear()
+    load(Tiny(), tmp_path, tiny_tensors(), progress=seen.append)
+    assert [p.loaded_bytes for p in seen] == [total.total_bytes]
 
 
 def test_grouped_names() -> None:

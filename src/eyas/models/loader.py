@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from eyas.models.checkpoint import PLAIN_DTYPES, Checkpoint, TensorInfo
+from eyas.models.direct_read import PIECE_BYTES, ReadJob, read_directly
 from eyas.models.weight_slots import WeightSlot, materialize, stored_names, weight_slots
 from eyas.types import EyasError
 
 __all__ = ["Coverage", "LoadProgress", "WeightSlot", "cover", "load_weights", "weight_slots"]
 
+TELL_EVERY = 0.05  # seconds
 # Constants that checkpoints store beside their weights; t2d serves the training of drafts only.
 HARMLESS_BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|t2d)")
 _INTEGERS = {"int64", "int32", "int16", "int8", "uint8"}
@@ -181,7 +183,7 @@ def load_weights(
     converted to the parameter's dtype (quantized ones stay as they are), integer maps (d2t) to the
     buffer's int64 and never to a float. Tensors go straight into the parameters, wherever
     those live; parameters on the meta device are made on `device` when their turn comes.
-    progress: called after each tensor.
+    progress: called every TELL_EVERY seconds and at the end.
 
     Raises EyasError, before anything is read, that lists all that is missing, left over, of a
     wrong shape or of a wrong dtype; and when a stored head differs from a tied embedding.
@@ -199,23 +201,68 @@ def load_weights(
         for stored, name in coverage.sources.items()
         if slots[name].is_here
     }
-    total_bytes = sum(num_bytes.values())
-    start = time.perf_counter()
-    state = LoadProgress("", 0, total_bytes, 0.0)
-    for stored, tensor in checkpoint.stream():
-        if stored not in num_bytes:
-            continue
+    tally = _Tally(sum(num_bytes.values()), progress)
+    jobs: dict[torch.device, list[ReadJob]] = {}
+    others: set[str] = set()
+    for stored in num_bytes:
         slot = slots[coverage.sources[stored]]
-        _fill(materialize(model, slot.path, device), slot, tensor)
-        state = LoadProgress(
-            stored,
-            state.loaded_bytes + num_bytes[stored],
-            total_bytes,
-            time.perf_counter() - start,
+        whole = materialize(model, slot.path, device)
+        job = _direct_job(slot, whole, checkpoint.tensors[stored])
+        if job is None:
+            others.add(stored)
+        else:
+            jobs.setdefault(whole.device, []).append(job)
+    for on_device in jobs.values():
+        read_directly(on_device, on_read=tally.add)
+    if others:
+        for stored, tensor in checkpoint.stream():
+            if stored in others:
+                slot = slots[coverage.sources[stored]]
+                _fill(materialize(model, slot.path, device), slot, tensor)
+                tally.add(stored, num_bytes[stored])
+    return tally.state
+
+
+class _Tally:
+    """Adds up what has been read, and tells of it."""
+
+    def __init__(self, total_bytes: int, progress: Callable[[LoadProgress], None] | None) -> None:
+        self._start, self._progress = time.perf_counter(), progress
+        self._told = 0.0
+        self.state = LoadProgress("", 0, total_bytes, 0.0)
+
+    def add(self, name: str, num_bytes: int) -> None:
+        """More bytes of a stored tensor are behind us."""
+        self.state = LoadProgress(
+            name,
+            self.state.loaded_bytes + num_bytes,
+            self.state.total_bytes,
+            time.perf_counter() - self._start,
         )
-        if progress is not None:
-            progress(state)
-    return state
+        is_last = self.state.loaded_bytes == self.state.total_bytes
+        if self._progress is not None and (
+            is_last or self.state.seconds - self._told >= TELL_EVERY
+        ):
+            self._told = self.state.seconds
+            self._progress(self.state)
+
+
+def _direct_job(slot: WeightSlot, whole: Tensor, info: TensorInfo) -> ReadJob | None:
+    """The bytes to read for a slot, None where they do not lie side by side in a file (columns of
+    a shared matrix, a .bin file) or are not stored at all."""
+    if slot.is_zero or info.offset is None or whole.device.type not in PIECE_BYTES:
+        return None
+    offset, num_bytes = info.offset, _local_bytes(slot, info)
+    if slot.source is not None:
+        rest = zip(slot.source[1:], info.shape[1:], strict=True)
+        if any((part.start, part.stop) != (0, size) for part, size in rest):
+            return None
+        offset += slot.source[0].start * (info.num_bytes // max(info.shape[0], 1))
+    destination = slot.part_of(whole.detach())
+    if not destination.is_contiguous():
+        return None
+    dtype: torch.dtype = getattr(torch, info.dtype)
+    return ReadJob(info.name, info.file, offset, num_bytes, dtype, destination)
 
 
 def _local_bytes(slot: WeightSlot, info: TensorInfo) -> int:

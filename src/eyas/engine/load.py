@@ -6,6 +6,7 @@ The check comes first and reads no weights, so that everything wrong is known in
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,11 +31,13 @@ from eyas.models.embedded import Progress, resolve_model
 from eyas.models.images import largest_tokens
 from eyas.models.linear import optimize_for_cpu
 from eyas.models.linear_plan import optimize_for_gpu
-from eyas.models.loader import load_weights
+from eyas.models.loader import LoadProgress, load_weights
 from eyas.models.random_weights import fill_random
 from eyas.models.registry import target_class
 from eyas.models.sharding import WHOLE, Parallel
 from eyas.types import EyasError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +224,8 @@ def load_target(
     model: nn.Module = target_class(config.architecture)(
         config, dtype=dtype, device=device, max_model_len=max_model_len, parallel=parallel
     )
-    load_weights(model, checkpoint, progress=_bytes_progress("loading target", progress))
+    step = "loading target"
+    _log_rate(step, load_weights(model, checkpoint, progress=_bytes_progress(step, progress)))
     return model
 
 
@@ -240,12 +244,14 @@ def load_draft(
     draft = Eagle3Draft(
         config, dtype=dtype, device=device, max_model_len=max_model_len, parallel=parallel
     )
-    load_weights(
+    step = "loading draft"
+    total = load_weights(
         draft,
         Checkpoint.open(folder),
         rename=canonical_name,
-        progress=_bytes_progress("loading draft", progress),
+        progress=_bytes_progress(step, progress),
     )
+    _log_rate(step, total)
     draft.share_with_target(cast(Target, target))
     return draft
 
@@ -258,6 +264,11 @@ def choose_layouts(target: nn.Module, draft: nn.Module | None, shape: WorkerShap
     optimize_for_cpu(target, shape.tree.num_nodes)
     if draft is not None:
         optimize_for_cpu(draft, shape.tree.topk)
+
+
+def _log_rate(step: str, total: LoadProgress) -> None:
+    gigabytes, rate = total.loaded_bytes / 1e9, total.bytes_per_second / 1e9
+    logger.info("%s: %.2f GB in %.2f s, %.2f GB/s", step, gigabytes, total.seconds, rate)
 
 
 def _bytes_progress(stage: str, progress: Progress | None) -> Callable[..., None] | None:

@@ -92,7 +92,11 @@ def optimize_for_gpu(models: Iterable[nn.Module], max_rows: int) -> dict[str, Li
     missing = [(work, rows) for work, rows in wanted if work.key(rows) not in known]
     with torch.inference_mode():
         missing.sort(key=lambda pair: pair[0].key(pair[1]))
-        _compile(missing, groups)
+        compile_ahead(
+            (work, groups[work][0].weight, config)
+            for work, rows in missing
+            for config in work.candidates(rows)
+        )
         for work, rows in missing:
             known[work.key(rows)] = choose(work, groups[work], rows, timer=time_in_graph)
     if missing:
@@ -120,15 +124,17 @@ def _group(models: Iterable[nn.Module]) -> dict[Work, list[Linear]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Inputs:
-    """Random operands of a form's calls."""
+class Operands:
+    """Random inputs of a form, and what runs it on them."""
 
     x_TI: Tensor
     norm: tuple[Tensor, float] | None
     residual_TO: Tensor | None
 
     @classmethod
-    def of(cls, work: Work, rows: int, device: torch.device) -> _Inputs:
+    def of(cls, work: Work, rows: int, device: torch.device) -> Operands:
+        """Of a shape, the same at each call."""
+
         def randn(*shape: int) -> Tensor:
             generator = torch.Generator(device).manual_seed(0)
             return torch.randn(*shape, generator=generator, device=device).to(work.dtype)
@@ -170,7 +176,7 @@ def choose(
 ) -> LinearConfig | None:
     """The fastest configuration for `rows` rows that computes the same as the plain way, None
     where that one is as fast. A candidate that the device cannot run is passed over."""
-    inputs = _Inputs.of(work, rows, linears[0].weight.device)
+    inputs = Operands.of(work, rows, linears[0].weight.device)
     sample = _sample(linears)
     weight_OI, bias_O = sample[0]
     expected = inputs.run_plain(work.form, weight_OI, bias_O).float()
@@ -232,32 +238,31 @@ def time_in_graph(calls: Sequence[Callable[[], Tensor]]) -> float:
     return min(milliseconds) / 1e3
 
 
-def _compile(pairs: Sequence[tuple[Work, int]], groups: dict[Work, list[Linear]]) -> None:
-    """Compile all candidates on several threads, where this Triton can."""
+def compile_ahead(jobs: Iterable[tuple[Work, Tensor, LinearConfig]]) -> None:
+    """Compile configurations, each for a shape's weight [O, I], on several threads, where this
+    Triton can."""
     import triton
 
     mode = getattr(triton, "AsyncCompileMode", None)
-    if mode is None or not pairs:
+    if mode is None:
         return
     from eyas.kernels import triton_linear
 
     threads = max(min(os.cpu_count() or 1, _MAX_THREADS), 1)
     with ThreadPoolExecutor(threads) as pool, mode(pool, ignore_errors=True):
-        for work, rows in pairs:
-            linear = groups[work][0]
-            inputs = _Inputs.of(work, rows, linear.weight.device)
-            for config in work.candidates(rows):
-                with contextlib.suppress(Exception):  # found out, and passed over, when it is timed
-                    triton_linear.linear(
-                        inputs.x_TI,
-                        linear.weight,
-                        linear.bias,
-                        config=config,
-                        norm=inputs.norm,
-                        residual_TO=inputs.residual_TO,
-                        is_gated=work.form == "gated",
-                        only_compile=True,
-                    )
+        for work, weight_OI, config in jobs:
+            operands = Operands.of(work, config.rows, weight_OI.device)
+            with contextlib.suppress(Exception):  # found out, and passed over, when it is timed
+                triton_linear.linear(
+                    operands.x_TI,
+                    weight_OI,
+                    weight_OI[:, 0].contiguous() if work.has_bias else None,
+                    config=config,
+                    norm=operands.norm,
+                    residual_TO=operands.residual_TO,
+                    is_gated=work.form == "gated",
+                    only_compile=True,
+                )
 
 
 def _cache_file() -> Path:

@@ -85,21 +85,9 @@ class TritonAttention:
 class _TreeAttention(TritonAttention):
     """Few rows a request: paged prefix and masked scratch tail."""
 
-    def __init__(
-        self,
-        backend: TritonBackend,
-        *,
-        page_table_BP: Tensor,
-        slots_B: Tensor,
-        first_index: int,
-        end_index_B: Tensor,
-        visible_BQN: Tensor,
-        first_node: int,
-    ) -> None:
+    def __init__(self, backend: TritonBackend, inputs: plan_kernels.TreeInputs) -> None:
         super().__init__(backend)
-        self._page_table_BP, self._slots_B, self._end_index_B = page_table_BP, slots_B, end_index_B
-        self._first_index, self._visible_BQN = first_index, visible_BQN
-        self._first_node = first_node
+        self._inputs = inputs
         self._work: plan_kernels.TreeWork | None = None
         self._is_read = False
 
@@ -107,28 +95,20 @@ class _TreeAttention(TritonAttention):
         if self._work is not None:
             return self._work.write_T
         if self._write_T is None:
-            node_Q = torch.arange(self._visible_BQN.shape[1], device=self._slots_B.device)
-            rows_BQ = self._backend.scratch_rows(self._slots_B, node_Q + self._first_node)
-            self._write_T = rows_BQ.reshape(-1)
+            first, num_rows = self._inputs.first_node, self._inputs.visible_BQN.shape[1]
+            node_Q = torch.arange(first, first + num_rows, device=self._inputs.slots_B.device)
+            self._write_T = self._backend.scratch_rows(self._inputs.slots_B, node_Q).reshape(-1)
         return self._write_T
 
     def _planned(self, num_groups: int) -> plan_kernels.TreeWork:
         if self._work is None:
-            pool = self._pool
-            layout = pool.layout
+            backend = self._backend
             self._work = plan_kernels.plan_tree(
-                page_table_BP=self._page_table_BP,
-                slots_B=self._slots_B,
-                first_index=self._first_index,
-                end_index_B=self._end_index_B,
-                visible_BQN=self._visible_BQN,
-                first_node=self._first_node,
-                scratch=(pool.num_page_rows, pool.num_scratch_rows),
-                page_size=pool.page_size,
-                kv_shape=(layout.num_kv_heads, layout.head_dim, pool.k_LRKD.dtype),
+                self._inputs,
+                backend.pool_shape,
                 num_groups=num_groups,
-                num_processors=self._backend.num_processors,
-                config=self._backend.config,
+                num_processors=backend.num_processors,
+                config=backend.config,
             )
         return self._work
 
@@ -277,6 +257,14 @@ class TritonBackend:
         self._has_kernels = not layout.value_in_key and rotate_kernels.supports(
             k_LRKD.dtype, *sizes
         )
+        self.pool_shape = plan_kernels.PoolShape(
+            page_size=pool.page_size,
+            num_page_rows=pool.num_page_rows,
+            num_scratch_rows=pool.num_scratch_rows,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            dtype=k_LRKD.dtype,
+        )
         self.num_processors, self.shared_bytes = _device_limits(k_LRKD.device)
         self.config = config or plan_kernels.choose_tree_config(
             k_LRKD.dtype, max(sizes), self.shared_bytes
@@ -316,8 +304,7 @@ class TritonBackend:
                 max_kv_len=max_kv_len,
             )
         assert visible_BQN.shape[2] <= 64, "a row's nodes are the bits of one int64"
-        return _TreeAttention(
-            self,
+        inputs = plan_kernels.TreeInputs(
             page_table_BP=page_table_BP,
             slots_B=slots_B,
             first_index=first_index,
@@ -325,6 +312,7 @@ class TritonBackend:
             visible_BQN=visible_BQN,
             first_node=first_node,
         )
+        return _TreeAttention(self, inputs)
 
     def plan_prefill(
         self, *, page_table_BP: Tensor, chunks: Sequence[tuple[int, int]], device: torch.device

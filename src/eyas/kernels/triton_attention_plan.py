@@ -150,52 +150,77 @@ def choose_block_m(num_pairs: int, dtype: torch.dtype, head_dim: int) -> int:
     return max(16, min(most, triton.next_power_of_2(num_pairs)))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TreeInputs:
+    """What a forward attends to, as the backend is told: see TorchBackend.plan_tree."""
+
+    page_table_BP: Tensor
+    slots_B: Tensor
+    first_index: int
+    end_index_B: Tensor
+    visible_BQN: Tensor
+    first_node: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PoolShape:
+    """Where the rows of a pool lie, and what they hold (K heads of D elements)."""
+
+    page_size: int
+    num_page_rows: int
+    num_scratch_rows: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
 def plan_tree(
+    inputs: TreeInputs,
+    pool: PoolShape,
     *,
-    page_table_BP: Tensor,
-    slots_B: Tensor,
-    first_index: int,
-    end_index_B: Tensor,
-    visible_BQN: Tensor,
-    first_node: int,
-    scratch: tuple[int, int],
-    page_size: int,
-    kv_shape: tuple[int, int, torch.dtype],
     num_groups: int,
     num_processors: int,
     config: TreeConfig,
 ) -> TreeWork:
     """Write the work list, the masks and the rows to write: one launch, nothing read back.
 
-    scratch: (first scratch row of the pool, scratch rows a slot). kv_shape: (K, D, dtype).
-    num_processors: multiprocessors of the device.
+    num_groups: query heads of a key/value head. num_processors: multiprocessors of the device.
     """
+    table_BP, slots_B, visible_BQN = inputs.page_table_BP, inputs.slots_B, inputs.visible_BQN
     num_requests, num_rows, num_nodes = visible_BQN.shape
-    num_kv_heads, head_dim, dtype = kv_shape
-    block_m = choose_block_m(num_rows * num_groups, dtype, head_dim)
-    per_item = num_kv_heads * triton.cdiv(num_rows * num_groups, block_m)
+    block_m = choose_block_m(num_rows * num_groups, pool.dtype, pool.head_dim)
+    per_item = pool.num_kv_heads * triton.cdiv(num_rows * num_groups, block_m)
     extra = max(1, config.waves * num_processors // per_item)
-    num_items = num_requests + extra
-    items_IF = slots_B.new_empty(num_items, ITEM_FIELDS, dtype=torch.int64)
-    bits_BQ = slots_B.new_empty(num_requests, num_rows, dtype=torch.int64)
-    write_T = slots_B.new_empty(num_requests * num_rows, dtype=torch.int64)
+    work = TreeWork(
+        items_IF=slots_B.new_empty(num_requests + extra, ITEM_FIELDS, dtype=torch.int64),
+        bits_BQ=slots_B.new_empty(num_requests, num_rows, dtype=torch.int64),
+        write_T=slots_B.new_empty(num_requests * num_rows, dtype=torch.int64),
+        page_table_BP=table_BP if table_BP.stride(1) == 1 else table_BP.contiguous(),
+        first_index=inputs.first_index,
+        first_node=inputs.first_node,
+        page_size=pool.page_size,
+        num_groups=num_groups,
+        block_m=block_m,
+        config=config,
+    )
     _plan_tree_kernel[(num_requests,)](
-        end_index_B.contiguous(),
+        inputs.end_index_B.contiguous(),
         slots_B.contiguous(),
         visible_BQN.view(torch.int8),
-        items_IF,
-        bits_BQ,
-        write_T,
+        work.items_IF,
+        work.bits_BQ,
+        work.write_T,
         *visible_BQN.stride(),
-        first_index,
-        page_table_BP.shape[1] * page_size,
+        inputs.first_index,
+        table_BP.shape[1] * pool.page_size,
         num_requests,
         num_rows,
         num_nodes,
-        num_items,
+        len(work.items_IF),
         extra,
-        first_node,
-        *scratch,
+        inputs.first_node,
+        pool.num_page_rows,
+        pool.num_scratch_rows,
         config.min_blocks,
         BLOCK_N=config.block_n,
         BLOCK_B=triton.next_power_of_2(num_requests),
@@ -203,15 +228,4 @@ def plan_tree(
         BLOCK_I=64,
         num_warps=4,
     )
-    return TreeWork(
-        items_IF=items_IF,
-        bits_BQ=bits_BQ,
-        write_T=write_T,
-        page_table_BP=page_table_BP if page_table_BP.stride(1) == 1 else page_table_BP.contiguous(),
-        first_index=first_index,
-        first_node=first_node,
-        page_size=page_size,
-        num_groups=num_groups,
-        block_m=block_m,
-        config=config,
-    )
+    return work

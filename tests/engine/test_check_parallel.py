@@ -15,8 +15,7 @@ from eyas.config import ConfigError, EngineConfig
 from eyas.engine.check import run_check
 from eyas.engine.check_report import CheckReport
 from eyas.engine.device import memory_budget
-from eyas.engine.load import load_engine
-from eyas.types import EyasError, Finding, Severity
+from eyas.types import Finding, Severity
 
 GIB = 2**30
 
@@ -155,9 +154,3 @@ def test_another_dtype_of_the_draft(tmp_path: Path) -> None:
     assert other.draft_weight_bytes == 2 * (same.draft_weight_bytes - maps) + maps + embedding * 4
     assert other.kv_bytes_per_token - same.kv_bytes_per_token == 2 * 24 * 2 * 2
     assert dataclasses.replace(other, num_ranks=1).target_weight_bytes == same.target_weight_bytes
-
-
-def test_serving_on_several_ranks_is_refused_for_now(tmp_path: Path) -> None:
-    small_pair(tmp_path, TargetShape(), DraftShape())
-    with pytest.raises(EyasError, match="--tp above 1 can be checked and not served yet"):
-        load_engine(EngineConfig(model=str(tmp_path / "target"), tensor_parallel_size=2))

@@ -88,7 +88,7 @@ def probe_acceptance(
         return report
     start = time.perf_counter()
     token_ids = probe_token_ids(tokenizer)
-    scores = score_boundaries(engine.worker, token_ids, chunk_tokens=chunk_tokens)
+    scores = engine.worker.run(score_boundaries, token_ids, chunk_tokens=chunk_tokens)
     findings = Findings(report.findings)
     if scores:
         report_better(scores[0], scores[1:], findings)

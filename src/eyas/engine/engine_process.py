@@ -196,7 +196,7 @@ def _load_error(event: LoadFailed) -> Exception:
     return EyasError(event.text) if event.is_mistake else LoadError(event.text, event.details)
 
 
-class _Port:
+class Port:
     """The engine's end of the pipe; several threads send."""
 
     def __init__(self, connection: Connection[Any, Any]) -> None:
@@ -219,10 +219,10 @@ class _Port:
             os._exit(1)
 
 
-class _ForwardLogs(logging.Handler):
+class ForwardLogs(logging.Handler):
     """Log lines go to the parent, which writes them in its format."""
 
-    def __init__(self, port: _Port) -> None:
+    def __init__(self, port: Port) -> None:
         super().__init__()
         self._port = port
 
@@ -235,8 +235,8 @@ def _main(connection: Connection[Any, Any], load: Loader, log_level: int) -> Non
     """The life of the engine's process."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    port = _Port(connection)
-    logging.basicConfig(level=log_level, handlers=[_ForwardLogs(port)], force=True)
+    port = Port(connection)
+    logging.basicConfig(level=log_level, handlers=[ForwardLogs(port)], force=True)
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
     threading.Thread(target=port.read, args=(commands,), daemon=True).start()
     try:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -21,10 +21,12 @@ from eyas.engine.check import run_check
 from eyas.engine.check_report import CheckReport
 from eyas.engine.device import resolve_device, resolve_draft_dtype, resolve_dtype
 from eyas.engine.engine import Engine
-from eyas.engine.memory_plan import MemoryPlan
+from eyas.engine.rank_process import RankProcesses
+from eyas.engine.ranks import Followers, LeadingWorker
+from eyas.engine.stages import StageClock
 from eyas.engine.worker import Worker, WorkerShape
 from eyas.models.checkpoint import Checkpoint
-from eyas.models.config import DraftConfig, ModelConfig, VisionConfig
+from eyas.models.config import DraftConfig, ModelConfig
 from eyas.models.draft_names import canonical_name
 from eyas.models.eagle3 import Eagle3Draft
 from eyas.models.embedded import Progress, resolve_model
@@ -80,17 +82,26 @@ class Models:
 def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> LoadedEngine:
     """Check, then load. Raises CheckError with all findings before any weight is read, and
     EyasError for a model that cannot be found."""
-    clock = _Clock()
+    clock = StageClock()
     config = resolve_folders(config, progress=progress)
     clock.lap("resolve")
     report = run_check(config)
     report.raise_on_errors()
-    if config.tensor_parallel_size > 1:
-        raise EyasError("--tp above 1 can be checked and not served yet: leave it out")
     clock.lap("check")
-    models = load_models(config, report, progress=progress)
-    clock.lap("load")
-    engine = build_engine(config, report, models)
+    followers = RankProcesses(config, report) if config.tensor_parallel_size > 1 else None
+    try:
+        parallel = WHOLE
+        if followers is not None:
+            parallel = Parallel(followers.join(), config.expert_parallel)
+        models = load_models(config, report, parallel=parallel, progress=progress)
+        clock.lap("load")
+        engine = build_engine(config, report, models, followers=followers)
+        if followers is not None:
+            followers.wait_ready()
+    except BaseException:
+        if followers is not None:
+            followers.stop()
+        raise
     clock.lap("build")
     return LoadedEngine(engine, report, Path(config.model), clock.seconds)
 
@@ -167,27 +178,40 @@ def random_models(
     return Models(target, draft, dtype, draft_dtype, device)
 
 
-def build_engine(config: EngineConfig, report: CheckReport, models: Models) -> Engine:
+def build_engine(
+    config: EngineConfig,
+    report: CheckReport,
+    models: Models,
+    *,
+    followers: Followers | None = None,
+) -> Engine:
     """Pools, slots and the loop around loaded models. One target may serve several engines, one
-    after the other: each build sets the boundaries that it captures."""
-    assert report.target is not None and report.plan is not None
-    vision = report.target.vision
-    if models.draft is None:
-        cast(Target, models.target).set_eagle3_layers_to_capture(())
+    after the other: each build sets the boundaries that it captures. followers: the other ranks,
+    where models are divided."""
+    assert report.target is not None
     return Engine(
-        _build_worker(config, report.plan, models, vision),
+        build_worker(config, report, models, followers=followers),
         eos_token_ids=report.target.eos_token_ids,
         vocab_size=report.target.vocab_size,
         chunk_tokens=config.prefill_chunk_tokens,
         run_ahead=config.run_ahead,
         prefix_caching=config.prefix_caching,
-        vision=vision,
+        vision=report.target.vision,
     )
 
 
-def _build_worker(
-    config: EngineConfig, plan: MemoryPlan, models: Models, vision: VisionConfig | None
+def build_worker(
+    config: EngineConfig,
+    report: CheckReport,
+    models: Models,
+    *,
+    followers: Followers | None = None,
 ) -> Worker:
+    """Pools and slots of one rank around its models; with followers, the rank that leads them."""
+    assert report.target is not None and report.plan is not None
+    plan, vision = report.plan, report.target.vision
+    if models.draft is None:
+        cast(Target, models.target).set_eagle3_layers_to_capture(())
     shape = WorkerShape(
         num_slots=config.max_batch_size,
         num_pages=plan.num_pages,
@@ -196,7 +220,8 @@ def _build_worker(
         tree=config.tree_shape(),
     )
     choose_layouts(models.target, models.draft, shape)
-    return Worker(
+    make = Worker if followers is None else partial(LeadingWorker, followers=followers)
+    return make(
         cast(Target, models.target),
         models.draft,
         shape=shape,
@@ -275,16 +300,3 @@ def _bytes_progress(stage: str, progress: Progress | None) -> Callable[..., None
     if progress is None:
         return None
     return lambda state: progress(stage, state.loaded_bytes, state.total_bytes)
-
-
-class _Clock:
-    """Seconds by stage."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, stage: str) -> None:
-        now = time.perf_counter()
-        self.seconds[stage] = now - self._last
-        self._last = now

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +22,8 @@ from eyas.speculative.round import PrefillChunk, RoundOutput, RoundRunner
 from eyas.speculative.simulate import SimulatedAcceptance
 from eyas.speculative.state import SlotSettings, SlotState
 from eyas.types import TokenLogprob
+
+T = TypeVar("T")
 
 KV_LEN_STEP = 64  # lengths are rounded up to this, so that shapes repeat
 
@@ -244,6 +247,13 @@ class Worker:
         """Capture the usual rounds as graphs ahead of the first request; nothing without graphs."""
         if self.graphs is not None:
             self.graphs.capture({self.shape.tree, PLAIN}, progress=progress)
+
+    def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """function(worker, ...): what a rank alone must not do, as its models meet other ranks."""
+        return function(self, *args, **kwargs)
+
+    def close(self) -> None:
+        """Nothing to end: a lone rank has no others."""
 
     def _on_device(self, slots: Sequence[int]) -> torch.Tensor:
         return torch.tensor(slots, device=self._device)

@@ -126,6 +126,10 @@ class LLM:
         finally:
             self._leave(request_id)
 
+    def close(self) -> None:
+        """End the processes of further ranks, where there are any: nothing can be asked after."""
+        self.engine.worker.close()
+
     def _add(self, request_id: str, prompt: EncodedPrompt, params: SamplingParams) -> None:
         self.engine.add(request_id, prompt.token_ids, params, prompt.images)
         self._told[request_id] = []

@@ -239,10 +239,11 @@ def _read(rank: _Rank, news: threading.Condition) -> None:
 def _read_lines(rank: _Rank, news: threading.Condition) -> None:
     """In a thread: what a rank writes to stderr goes to the log, and its last lines are kept."""
     assert rank.process.stderr is not None
-    for raw in rank.process.stderr:
-        line = raw.decode(errors="replace").rstrip()
-        rank.lines.append(line)
-        logger.info("rank %d: %s", rank.number, line)
+    with rank.process.stderr as lines:
+        for raw in lines:
+            line = raw.decode(errors="replace").rstrip()
+            rank.lines.append(line)
+            logger.info("rank %d: %s", rank.number, line)
 
 
 def main() -> None:

@@ -6,10 +6,10 @@ from eyas.models.config import ModelConfig
 from eyas.models.images import largest_tokens
 
 _FP32_BYTES = 4
-_PIXEL_COPIES = 4  # as bytes, scaled, shifted and in the order of the patches
-# Of a block, numbers a patch by tower width: the stream, its norm, queries, keys and values, and
-# the latter apart; beside them queries and keys in fp32, twice while they are rotated.
-_WIDTHS, _FP32_WIDTHS = 8, 6
+# Numbers of the tower's width, a patch, beside the stream: in attention its norm, queries, keys
+# and values, rotated queries and keys taken apart, and in fp32 what rotates them; before an MLP the
+# sum and its norm.
+_ATTENTION_WIDTHS, _ROTATION_WIDTHS, _SUM_WIDTHS = 6, 3, 2
 
 
 def kept_image_bytes(target: ModelConfig, dtype_bytes: int) -> int:
@@ -26,10 +26,15 @@ def encoding_bytes(target: ModelConfig, dtype_bytes: int) -> int:
         return 0
     num_tokens = largest_tokens(vision)
     num_patches = num_tokens * vision.merge_size**2
-    pixels = 3 * num_patches * vision.patch_size**2 * _FP32_BYTES * _PIXEL_COPIES
-    width = vision.hidden_size
-    attention = width * (_WIDTHS * dtype_bytes + _FP32_WIDTHS * _FP32_BYTES)
-    mlp = (2 * width + 2 * vision.intermediate_size) * dtype_bytes
-    projector = (3 * width * vision.merge_size**2 + target.hidden_size) * dtype_bytes
+    width, converts = vision.hidden_size, dtype_bytes < _FP32_BYTES
+    colours = 3 * vision.patch_size**2
+    # Colours in their order and in that of the patches, then embedded and with positions.
+    pixels = colours * (2 * _FP32_BYTES + converts * dtype_bytes)
+    pixels += width * (2 * dtype_bytes + _FP32_BYTES)
+    rotation = (_ROTATION_WIDTHS + converts) * _FP32_BYTES
+    attention = width * (_ATTENTION_WIDTHS * dtype_bytes + rotation)
+    mlp = (_SUM_WIDTHS * width + 2 * vision.intermediate_size) * dtype_bytes
+    tables = 2 * width // vision.num_heads * _FP32_BYTES
+    block = width * dtype_bytes + tables + max(attention, mlp)
     rows = num_tokens * target.hidden_size * dtype_bytes
-    return max(pixels, num_patches * max(attention, mlp, projector)) + rows
+    return num_patches * max(pixels, block) + rows

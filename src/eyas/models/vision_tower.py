@@ -137,13 +137,17 @@ class VisionBlock(nn.Module):
 
     def forward(self, x_NC: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """[N, C] -> [N, C]."""
-        qkv = self.wqkv(self.norm0(x_NC)).view(len(x_NC), 3, self.num_heads, -1)
+        x_NC = x_NC + self.wo(self._attend(self.norm0(x_NC), rotary))
+        return x_NC + self.mlp(self.norm1(x_NC))  # type: ignore[no-any-return]
+
+    def _attend(self, x_NC: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """By itself, so that nothing of it is held while the MLP runs."""
+        qkv = self.wqkv(x_NC).view(len(x_NC), 3, self.num_heads, -1)
         q_NHD, k_NHD, v_NHD = qkv.unbind(1)
         heads = [self._rotate(q_NHD, rotary), self._rotate(k_NHD, rotary), v_NHD]
         q, k, v = (part.transpose(0, 1)[None] for part in heads)
         seen_HND = F.scaled_dot_product_attention(q, k, v)[0]
-        x_NC = x_NC + self.wo(seen_HND.transpose(0, 1).flatten(1))
-        return x_NC + self.mlp(self.norm1(x_NC))  # type: ignore[no-any-return]
+        return seen_HND.transpose(0, 1).flatten(1)
 
     def _rotate(self, x_NHD: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         """Rotation in fp32. Pairs (2i, 2i + 1) are taken apart first, in queries and keys alike,

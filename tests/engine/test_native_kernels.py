@@ -16,8 +16,10 @@ from transformers import AutoModelForCausalLM
 from eyas.attention.torch_backend import TorchBackend
 from eyas.cache.pool import NUM_RESERVED_PAGES, KVPool
 from eyas.config import PLAIN, TreeShape
+from eyas.engine.llm import LLM
 from eyas.kernels import native, native_attention
 from eyas.models.checkpoint import Checkpoint
+from eyas.models.eagle3 import Eagle3Draft
 from eyas.models.llama import LlamaForCausalLM
 from eyas.models.loader import load_weights
 from eyas.models.target_config import read_target_config
@@ -121,3 +123,19 @@ def test_greedy_text_is_the_same_with_and_without(
     with native.disabled():
         assert texts() == used
     assert len(calls) == num_calls > 100
+
+
+def test_a_draft_step_in_one_call_is_accepted_as_often(smollm2_dir: Path) -> None:
+    """Its int8 head proposes what the exact one does, as good as always."""
+    llm = LLM("smollm2-135m", max_model_len=512, max_batch_size=4, acceptance_probe=False)
+    draft = llm.engine.worker.draft
+    assert isinstance(draft, Eagle3Draft) and draft._step is not None
+    prompts = ["Explain how a rainbow forms.", "Write a short story about a cat.", "1, 2, 3,"]
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    lengths = []
+    for step in (draft._step, None):
+        draft._step = step
+        outputs = [llm.generate(prompt, params)[0] for prompt in prompts]
+        num_rounds = sum(o.num_rounds for o in outputs)
+        lengths.append(sum(o.num_round_tokens for o in outputs) / num_rounds)
+    assert lengths[1] > 1.4 and abs(lengths[0] - lengths[1]) < 0.12

@@ -21,9 +21,7 @@ from torch.nn import functional as F
 from eyas import kernels
 from eyas.cache.pool import KVPool
 from eyas.contract.attention import HeadNorms
-from eyas.kernels import TreeRows
-
-_FewRows = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+from eyas.kernels import FewRowsAttention, TreeRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +55,7 @@ class TorchAttention:
         self._grouped_bias: dict[int, list[Tensor]] = {}
         self._rotary: tuple[Tensor, Tensor] | None = None
         self._writer: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-        self._few_rows: list[tuple[int, _FewRows]] | None = None
+        self._few_rows: list[tuple[int, FewRowsAttention]] | None = None
 
     @property
     def _segments(self) -> Sequence[Segment]:
@@ -113,14 +111,29 @@ class TorchAttention:
                 attend(q_THD, k_RKD, v_RKD, out_TE)
         return out_TE
 
+    def few_rows(self, layer: int, q_THD: Tensor) -> tuple[int, Tensor, Tensor, Tensor] | None:
+        """(address of a C plan, rows to write, keys, values) for kernels that do a layer at once,
+        or None; q_THD: queries by example."""
+        cache = self._pool.layers[layer]
+        if self._few_rows is None:
+            self._few_rows = self._plan_few_rows(q_THD, cache)
+        if len(self._few_rows) != 1:
+            return None
+        _, plan = self._few_rows[0]
+        return plan.address, self._write_T, *cache
+
+    def written_rows(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(rows to write, keys, values)."""
+        return self._write_T, *self._pool.layers[layer]
+
     def _plan_few_rows(
         self, q_THD: Tensor, cache: tuple[Tensor, Tensor]
-    ) -> list[tuple[int, _FewRows]]:
+    ) -> list[tuple[int, FewRowsAttention]]:
         """(first row, attention of few rows) by segment; empty where one is left to torch."""
         if self._tree is not None:
             plan = kernels.plan_attention(q_THD, self._tree, cache)
             return [] if plan is None else [(0, plan)]
-        plans: list[tuple[int, _FewRows]] = []
+        plans: list[tuple[int, FewRowsAttention]] = []
         for segment in self._segments:
             plan = kernels.plan_attention(q_THD, (segment.read_T, segment.bias_BQS), cache)
             if plan is None:

@@ -282,12 +282,15 @@ def load_draft(
 
 
 def choose_layouts(target: nn.Module, draft: nn.Module | None, shape: WorkerShape) -> None:
-    """Pack the linears on a CPU unless that is slower at the rows of a round of one request; on a
-    GPU, choose how they run the rows of the rounds to come."""
+    """Pack the linears on a CPU unless that is slower at the rows of a round of one request, and
+    have a small draft's step done by one call; on a GPU, choose how they run the rows of the
+    rounds to come."""
     models = [target] if draft is None else [target, draft]
     optimize_for_gpu(models, shape.num_slots * shape.tree.num_nodes)
     optimize_for_cpu(target, shape.tree.num_nodes)
     if draft is not None:
+        if isinstance(draft, Eagle3Draft):
+            draft.fuse()
         optimize_for_cpu(draft, shape.tree.topk)
 
 

@@ -18,7 +18,7 @@ from eyas.kernels.dispatch import (
     rms_norm,
     silu_mul,
 )
-from eyas.kernels.native_attention import TreeRows
+from eyas.kernels.native_attention import FewRowsAttention, TreeRows
 from eyas.kernels.reference import (
     FINISH_LENGTH,
     FINISH_STOP,
@@ -35,6 +35,7 @@ __all__ = [
     "FINISH_LENGTH",
     "FINISH_STOP",
     "NO_FINISH",
+    "FewRowsAttention",
     "SamplingMode",
     "TreeRows",
     "add_rms_norm",

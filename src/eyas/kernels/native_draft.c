@@ -98,7 +98,7 @@ static void product_part(const void *job, int64_t first, int64_t end) {
     }
 }
 
-static void product(
+void bf16_product(
     const void *weight, const uint16_t *x, uint16_t *y, int64_t in, int64_t out, int64_t rows,
     int64_t threads
 ) {
@@ -212,20 +212,20 @@ static void pair_rows(
 /* q, k, v of pairs; k and v are stored, q comes back rotated. */
 static void project(
     const DraftPlan *p, const uint16_t *pairs, uint16_t *q, const int64_t *positions,
-    const AttendPlan *a, const int64_t *write, void *k_cache, void *v_cache, uint16_t *work,
-    int64_t rows, int64_t threads
+    const int64_t *write, void *k_cache, void *v_cache, int64_t k_stride, int64_t v_stride,
+    uint16_t *work, int64_t rows, int64_t threads
 ) {
     const int64_t width = (p->heads + p->kv_heads) * p->size + p->kv_heads * p->v_size;
     uint16_t *qkv = take(&work, rows * width);
     uint16_t *cos = take(&work, rows * p->rotary), *sin = take(&work, rows * p->rotary);
-    product(p->qkv, pairs, qkv, 2 * p->hidden, width, rows, threads);
+    bf16_product(p->qkv, pairs, qkv, 2 * p->hidden, width, rows, threads);
     for (int64_t r = 0; r < rows; r++) {
         memcpy(cos + r * p->rotary, p->cos + positions[r] * p->rotary, 2 * p->rotary);
         memcpy(sin + r * p->rotary, p->sin + positions[r] * p->rotary, 2 * p->rotary);
     }
     const RopePlan rope = {
         cos, sin, write, rows, width, p->heads, p->kv_heads, p->size, p->v_size, p->rotary,
-        a->k_stride, a->v_stride, 1,
+        k_stride, v_stride, 1,
     };
     rope_write(&rope, qkv, q, k_cache, v_cache);
 }
@@ -250,13 +250,15 @@ void draft_step(
             residual + r * n, p->norm_before_residual ? pairs + (2 * r + 1) * n : hidden + r * n,
             2 * n
         );
-    project(p, pairs, q, positions, a, write, k_cache, v_cache, work, rows, threads);
+    project(
+        p, pairs, q, positions, write, k_cache, v_cache, a->k_stride, a->v_stride, work, rows, threads
+    );
     attend(a, q, k_cache, v_cache, mixed);
-    product(p->o, mixed, delta, o_width, n, rows, threads);
+    bf16_product(p->o, mixed, delta, o_width, n, rows, threads);
     add_rms_norm_bf16(residual, delta, p->post_norm, total, normed, rows, n, p->post_eps);
-    product(p->gate_up, normed, gated, n, 2 * p->inner, rows, threads);
+    bf16_product(p->gate_up, normed, gated, n, 2 * p->inner, rows, threads);
     silu_mul_bf16(gated, active, rows, 2 * p->inner, p->inner);
-    product(p->down, active, delta, p->inner, n, rows, threads);
+    bf16_product(p->down, active, delta, p->inner, n, rows, threads);
     /* The last sum is what is fed back, its norm what the head reads (or both are the norm). */
     add_rms_norm_bf16(total, delta, p->last_norm, residual, normed, rows, n, p->last_eps);
     memcpy(out, p->norm_output ? normed : residual, 2 * rows * n);
@@ -264,6 +266,18 @@ void draft_step(
         p->head, p->head_scale, p->head_offset, normed, logits, (uint8_t *)bytes, x_scale, n,
         p->vocab, rows, threads
     );
+}
+
+/* Only the keys and values of rows. */
+void draft_write(
+    const DraftPlan *p, const int64_t *tokens, const uint16_t *hidden, const int64_t *positions,
+    const int64_t *write, void *k_cache, void *v_cache, uint16_t *work, int64_t k_stride,
+    int64_t v_stride, int64_t rows, int64_t threads
+) {
+    uint16_t *pairs = take(&work, 2 * rows * p->hidden);
+    uint16_t *q = take(&work, rows * p->heads * p->size);
+    pair_rows(p, tokens, hidden, pairs, rows);
+    project(p, pairs, q, positions, write, k_cache, v_cache, k_stride, v_stride, work, rows, threads);
 }
 
 /* Elements that `work` must have for so many rows. */

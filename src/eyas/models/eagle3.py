@@ -19,6 +19,7 @@ from eyas import kernels
 from eyas.contract.attention import Attention, KVLayout
 from eyas.contract.draft import DraftOutput
 from eyas.contract.target import Target
+from eyas.kernels.native_draft import DraftStep, DraftWeights, Norm, Place, plan_draft_step
 from eyas.models.config import DraftConfig
 from eyas.models.latent import LatentAttention, latent_layout
 from eyas.models.layers import GatedMLP, RMSNorm, RotaryEmbedding, SelfAttention
@@ -136,6 +137,7 @@ class Eagle3Draft(nn.Module):
             device=device,
         )
         self._target_ids: Tensor | None = None
+        self._step: DraftStep | None = None
 
     def share_with_target(self, target: Target) -> None:
         """Take embedding and head from the target where the checkpoint has none; finish d2t.
@@ -199,11 +201,56 @@ class Eagle3Draft(nn.Module):
         assert self._target_ids is not None, "share_with_target has not been called"
         return self._target_ids
 
+    def fuse(self) -> bool:
+        """Take one call for a step of few rows where the device and this draft's shape allow it.
+
+        Once, after share_with_target and before the linears are packed; the weights must not
+        change any more. Returns whether it did.
+        """
+        layer, config = self._layer, self.config
+        decoder, attend = config.decoder, layer.self_attn
+        if not isinstance(attend, SelfAttention):
+            return False
+        linears = [attend.qkv_proj, attend.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj]
+        is_plain = all(type(linear) is Linear and linear.bias is None for linear in linears)
+        if not is_plain or decoder.qk_norm or self.parallel.group.size > 1:
+            return False
+        assert self.embed_tokens is not None and self.lm_head is not None
+        normed = self.input_norm is not None or self.fc_norm is not None
+        qkv, o, gate_up, down = (linear.weight for linear in linears)
+        self._step = plan_draft_step(
+            DraftWeights(
+                embed_NH=self.embed_tokens.weight,
+                input_norm=_norm(layer.input_layernorm),
+                hidden_norm=_norm(layer.hidden_norm),
+                post_norm=_norm(layer.post_attention_layernorm),
+                last_norm=_norm(self.norm),
+                qkv=qkv,
+                o=o,
+                gate_up=gate_up,
+                down=down,
+                head_VH=self.lm_head.weight,
+                fc=None if normed or self.fc.bias is not None else self.fc.weight,
+                cos_PD=self.rotary.cos_P1D.squeeze(1),
+                sin_PD=self.rotary.sin_P1D.squeeze(1),
+                num_heads=decoder.num_heads,
+                num_kv_heads=decoder.num_kv_heads,
+                head_dim=decoder.head_dim,
+                norm_before_residual=config.norm_before_residual,
+                norm_output=config.norm_output,
+            )
+        )
+        return self._step is not None
+
     def bind(self, slot: int, prompt_token_ids: Sequence[int]) -> None:
         """Nothing to do: this draft keeps no state by slot."""
 
     def combine(self, features_TF: Tensor) -> Tensor:
         """s = fc(features), with the norm that the checkpoint puts before it; [T, H]."""
+        if self._step is not None:
+            combined_TH = self._step.combine(features_TF)
+            if combined_TH is not None:
+                return combined_TH
         features_TF = features_TF.to(self.fc.weight.dtype)
         if self.input_norm is not None:
             features_TF = self.input_norm(features_TF)
@@ -225,6 +272,10 @@ class Eagle3Draft(nn.Module):
         self, tokens_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, attention: Attention
     ) -> None:
         """Store keys and values of the pairs; no attention, MLP or head runs."""
+        if self._step is not None and self._step.write(
+            tokens_T, hidden_TH, positions_T, cast(Place, attention)
+        ):
+            return
         attend, rotary = self._layer.self_attn, self.rotary(positions_T)
         x, _ = self._input(tokens_T, hidden_TH)
         if isinstance(attend, SelfAttention):
@@ -242,6 +293,10 @@ class Eagle3Draft(nn.Module):
     ) -> DraftOutput:
         """One draft step (slots_T is not needed by this draft)."""
         assert self.lm_head is not None, "share_with_target has not been called"
+        if self._step is not None:
+            done = self._step(tokens_T, hidden_TH, positions_T, cast(Place, attention))
+            if done is not None:
+                return DraftOutput(*done)
         x, residual_TH = self._input(tokens_T, hidden_TH)
         stream = self._layer(x, residual_TH, self.rotary(positions_T), attention)
         if self.config.norm_output:
@@ -251,3 +306,7 @@ class Eagle3Draft(nn.Module):
             feedback_TH, logits_TV = norm_linear(self.norm, self.lm_head, stream)
         shard = self.parallel.vocabulary(self.draft_vocab_size)
         return DraftOutput(gather_logits(logits_TV, shard, self.parallel.group), feedback_TH)
+
+
+def _norm(norm: RMSNorm) -> Norm:
+    return Norm(norm.weight, norm.eps)

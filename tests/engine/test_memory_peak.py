@@ -45,6 +45,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] =
         {"vocab_size": 4096},
         {"vocab_size": 4096, "draft_vocab_size": 4096, "has_map": False},
     ),
+    "drafting, in another dtype": (
+        {"max_batch_size": 8, "max_model_len": 64, "topk": 8, "num_tree_nodes": 4}
+        | {"draft_dtype": "float32"},
+        {"vocab_size": 4096},
+        {"vocab_size": 4096, "draft_vocab_size": 4096, "has_map": False},
+    ),
     "prompt chunk": (
         {"max_batch_size": 2, "max_model_len": 512, "prefill_chunk_tokens": 512},
         WIDE,

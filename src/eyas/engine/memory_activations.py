@@ -121,6 +121,9 @@ class Activations:
         features = self.draft.num_features if self.draft else 0
         num_rows = batch * queries
         layer = self._layer(model, num_rows, gathered=batch * rows)
+        # Beside the halves of a block: embeddings, and the sum that entered the block with what
+        # was still to be added to it.
+        layer += 3 * num_rows * model.hidden_size * self.dtype_bytes
         joined = num_rows * features * self.dtype_bytes  # captured states become one tensor
         held = num_rows * (features + 2 * model.head_dim) * self.dtype_bytes
         return held + max(layer, joined)
@@ -139,7 +142,7 @@ class Activations:
         attention = num_rows * (2 * hidden + extra_width + heads)
         attention += gathered * read
         sums = num_rows * model.num_heads * _FP32_BYTES  # log-sum-exp of each row and head
-        mlp = num_rows * (3 * hidden + 4 * model.intermediate_size)
+        mlp = num_rows * (4 * hidden + 4 * model.intermediate_size)
         peaks = [attention * self.dtype_bytes + sums, mlp * self.dtype_bytes]
         if model.experts is not None:
             peaks.append(self._mixture(model, model.experts, num_rows))
@@ -164,7 +167,7 @@ class Activations:
             peaks.append(held + num_expanded * matrix * wide)
         peaks.append((places + chosen) * hidden * rows)
         peaks.append(chosen * hidden * (rows + _FP32_BYTES))
-        return max(peaks) + 3 * num_rows * hidden * rows
+        return max(peaks) + 4 * num_rows * hidden * rows
 
     def _draft_step(self, batch: int, queries: int, rows: int) -> int:
         """A forward of the draft and its choice of candidates."""

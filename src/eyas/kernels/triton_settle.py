@@ -11,6 +11,7 @@ M stop ids, V vocabulary, D draft levels.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -99,6 +100,7 @@ def _settle_kernel(
     seed_S: Any,
     stop_ids_SM: Any,
     num_stops: Any,
+    stop_stride: Any,
     page_table_SP: Any,
     num_pages: Any,
     count_SV: Any,
@@ -182,7 +184,7 @@ def _settle_kernel(
 
     # The cut at the first stop token, or at the length limit.
     stop_id = tl.arange(0, M)
-    stop = tl.load(stop_ids_SM + slot * num_stops + stop_id, mask=stop_id < num_stops, other=-1)
+    stop = tl.load(stop_ids_SM + slot * stop_stride + stop_id, mask=stop_id < num_stops, other=-1)
     is_stop = tl.max((emitted[:, None] == stop[None, :]).to(tl.int32), axis=1)
     first_stop = tl.min(tl.where((is_stop > 0) & (step <= DEPTH), step, EP), axis=0).to(tl.int64)
     num = tl.minimum(accepted + 1, remaining)
@@ -252,10 +254,7 @@ def settle(
     """Accept, emit, and move the slots. count: emitted tokens are counted for penalties. rate_D:
     chances by level of a simulated acceptance."""
     (num_requests, num_nodes), width = token_BN.shape, depth + 1
-
-    def numbers(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int64, device=slots_B.device)
-
+    numbers = functools.partial(torch.empty, dtype=torch.int64, device=slots_B.device)
     outcome = Outcome(
         numbers(num_requests, width + 3),
         *(numbers(num_requests * width) for _ in range(7)),
@@ -277,6 +276,7 @@ def settle(
         slots.seed_S,
         slots.stop_ids_SM,
         slots.stop_ids_SM.shape[1],
+        slots.stop_ids_SM.stride(0),
         slots.page_table_SP,
         slots.page_table_SP.shape[1],
         slots.output_count_SV,

@@ -7,11 +7,12 @@ A logit bias entries, V target vocabulary.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from eyas import kernels
 from eyas.cache.pool import NULL_PAGE
 from eyas.kernels import SamplingMode
 from eyas.types import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
@@ -110,30 +111,70 @@ class SlotState:
     def admit(self, slot: int, settings: SlotSettings) -> None:
         """Prepare a slot for a request; it becomes active with its prefill's last chunk."""
         params = settings.params
-        self.active_S[slot] = False
-        self.length_S[slot] = 0
-        self.remaining_S[slot] = settings.remaining
-        self.emitted_S[slot] = len(settings.output_token_ids)
-        self.seed_S[slot] = settings.seed
-        self.max_draft_S[slot] = NO_DRAFT_LIMIT if params.speculation else 0
-        self._fill(self.stop_ids_SM, slot, settings.stop_ids, -1)
         is_greedy = params.temperature < MIN_TEMPERATURE
-        self.temperature_S[slot] = 0.0 if is_greedy else params.temperature
-        mode = sampling_mode(params)
-        self.top_k_S[slot], self.top_p_S[slot] = params.top_k, params.top_p
-        self.min_p_S[slot] = params.min_p
-        self.min_tokens_S[slot] = params.min_tokens
-        self._fill(self.bias_id_SA, slot, list(params.logit_bias), 0)
-        self._fill(self.bias_value_SA, slot, list(params.logit_bias.values()), 0.0)
-        self.presence_S[slot] = params.presence_penalty
-        self.frequency_S[slot] = params.frequency_penalty
-        self.repetition_S[slot] = params.repetition_penalty
-        if mode.penalize:
+        numbers = {
+            "length_S": 0,
+            "remaining_S": settings.remaining,
+            "emitted_S": len(settings.output_token_ids),
+            "seed_S": settings.seed,
+            "max_draft_S": NO_DRAFT_LIMIT if params.speculation else 0,
+            "top_k_S": params.top_k,
+            "min_tokens_S": params.min_tokens,
+            "active_S": False,
+        }
+        floats = {
+            "temperature_S": 0.0 if is_greedy else params.temperature,
+            "top_p_S": params.top_p,
+            "min_p_S": params.min_p,
+            "presence_S": params.presence_penalty,
+            "frequency_S": params.frequency_penalty,
+            "repetition_S": params.repetition_penalty,
+        }
+        rows = {
+            "stop_ids_SM": self._padded(self.stop_ids_SM, settings.stop_ids, -1),
+            "bias_id_SA": self._padded(self.bias_id_SA, list(params.logit_bias), 0),
+            "bias_value_SA": self._padded(self.bias_value_SA, list(params.logit_bias.values()), 0),
+        }
+        if kernels.has_triton(self.device):
+            self._write_packed(slot, numbers, floats, rows)
+        else:
+            for name, value in (numbers | floats).items():
+                getattr(self, name)[slot] = value
+            for name, row in rows.items():
+                getattr(self, name)[slot] = row
+        if sampling_mode(params).penalize:
             self._count(slot, settings)
+
+    def _write_packed(
+        self,
+        slot: int,
+        numbers: Mapping[str, int],
+        floats: Mapping[str, float],
+        rows: Mapping[str, Tensor],
+    ) -> None:
+        """As admit's assignments, in one copy to the device and one launch: each assignment is a
+        launch of its own, and a row waits for the device."""
+        from eyas.kernels import triton_slots
+
+        words = [
+            torch.tensor([slot, *numbers.values()]),
+            triton_slots.float_words(list(floats.values())),
+        ]
+        for row in rows.values():
+            words.append(triton_slots.float_words(row) if row.is_floating_point() else row)
+        triton_slots.write_slot(
+            self._to_device(torch.cat(words)),
+            numbers=[_bytes(getattr(self, name)) for name in numbers],
+            floats=[getattr(self, name) for name in floats],
+            rows=[getattr(self, name) for name in rows],
+        )
 
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         """Write a slot's page table; entries past `pages` become the null page."""
-        self._fill(self.page_table_SP, slot, pages, NULL_PAGE)
+        row = self._padded(self.page_table_SP, pages, NULL_PAGE)
+        if self.device.type == "cuda":
+            row = row.pin_memory()
+        self.page_table_SP[slot].copy_(row, non_blocking=True)
 
     def pages(self, slots: Tensor, index: Tensor, page_size: int) -> Tensor:
         """Page that holds a cache index of a slot (int64, of any one shape)."""
@@ -147,17 +188,28 @@ class SlotState:
         """Make the slot a no-op from the next round on."""
         self.active_S[slot] = False
 
-    def _fill(self, table: Tensor, slot: int, values: Sequence[float], padding: float) -> None:
+    def _padded(self, table: Tensor, values: Sequence[float], padding: float) -> Tensor:
+        """A row of a table, on the host."""
         row = list(values) + [padding] * (table.shape[1] - len(values))
-        table[slot] = torch.tensor(row, dtype=table.dtype)
+        return torch.tensor(row, dtype=table.dtype)
+
+    def _to_device(self, host: Tensor) -> Tensor:
+        """A copy which the host does not wait for."""
+        if self.device.type == "cuda":
+            host = host.pin_memory()
+        return host.to(self.device, non_blocking=True)
 
     def _count(self, slot: int, settings: SlotSettings) -> None:
         """Start the penalty counts from the tokens that are there already."""
         for table in (self.output_count_SV, self.prompt_seen_SV):
             table[slot] = 0
-        prompt = torch.tensor(settings.prompt_token_ids, device=self.device)
+        prompt = self._to_device(torch.tensor(settings.prompt_token_ids))
         self.prompt_seen_SV[slot, prompt] = True
         if settings.output_token_ids:
-            output = torch.tensor(settings.output_token_ids, device=self.device)
+            output = self._to_device(torch.tensor(settings.output_token_ids))
             one = torch.ones_like(output, dtype=torch.int32)
             self.output_count_SV[slot].index_add_(0, output, one)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int8) if tensor.dtype is torch.bool else tensor

@@ -91,7 +91,7 @@ def _matrix_space(form: Form, rows: int, wide: bool) -> Iterator[LinearConfig]:
     if wide:
         sizes += [(16, 256, 2, 5), (16, 512, 4, 4), (32, 128, 4, 6), (64, 256, 4, 3)]
         sizes += [(128, 64, 4, 5), (128, 128, 8, 3)]
-    for block_out, block_in, num_warps, num_stages in sizes:
+    for number, (block_out, block_in, num_warps, num_stages) in enumerate(sizes):
         if form == "gated":
             block_out = max(block_out // 2, 16)
         base = LinearConfig("matrix", rows, block_out, block_in, num_warps, num_stages)
@@ -99,6 +99,6 @@ def _matrix_space(form: Form, rows: int, wide: bool) -> Iterator[LinearConfig]:
             config = dataclasses.replace(base, weights_first=weights_first)
             if form in ("norm", "gated"):
                 yield dataclasses.replace(config, norm_apart=True)
-                if rows > 16:
+                if rows > 16 or number > 1:  # each program would read too much of x
                     continue
             yield config

@@ -14,7 +14,6 @@ C blocks of the vocabulary, A candidates so far, N nodes, R draft rows, S slots.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 import triton
@@ -51,21 +50,21 @@ class Proposals:
 
 @triton.jit
 def _propose_kernel(
-    logits_TV: Any,
-    row_stride: Any,
-    slots_T: Any,
-    position_T: Any,
-    temperature_S: Any,
-    seed_S: Any,
-    target_id_V: Any,
-    key_TCK: Any,
-    peak_TC: Any,
-    total_TC: Any,
-    vocab_size: Any,
+    logits_TV,
+    row_stride,
+    slots_T,
+    position_T,
+    temperature_S,
+    seed_S,
+    target_id_V,
+    key_TCK,
+    peak_TC,
+    total_TC,
+    vocab_size,
     TOPK: tl.constexpr,
     NOISE: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row, block = tl.program_id(0), tl.program_id(1)
     number = block * BLOCK + tl.arange(0, BLOCK)
     inside = number < vocab_size
@@ -132,13 +131,13 @@ def propose(
 
 @triton.jit
 def row_totals(
-    peak_TC: Any,
-    total_TC: Any,
-    row_K: Any,
-    inside_K: Any,
-    num_blocks: Any,
+    peak_TC,
+    total_TC,
+    row_K,
+    inside_K,
+    num_blocks,
     BLOCKS: tl.constexpr,
-) -> Any:
+):
     """log-sum-exp of the scores of some rows."""
     block = tl.arange(0, BLOCKS)
     cell_KC = row_K[:, None] * num_blocks + block[None, :]
@@ -154,14 +153,14 @@ def row_totals(
 
 @triton.jit
 def row_best(
-    key_TCK: Any,
-    row_K: Any,
-    inside_K: Any,
-    num_keys: Any,
+    key_TCK,
+    row_K,
+    inside_K,
+    num_keys,
     TOPK: tl.constexpr,
     PLACES: tl.constexpr,
     KEYS: tl.constexpr,
-) -> Any:
+):
     """The best TOPK keys of some rows, best first: [rows, PLACES]."""
     number = tl.arange(0, KEYS)
     place = tl.arange(0, PLACES)
@@ -178,24 +177,24 @@ def row_best(
 
 @triton.jit
 def _first_level_kernel(
-    key_TCK: Any,
-    peak_TC: Any,
-    total_TC: Any,
-    num_blocks: Any,
-    slots_B: Any,
-    target_id_V: Any,
-    hidden_BH: Any,
-    hidden_stride: Any,
-    candidate_token_SK: Any,
-    candidate_score_SK: Any,
-    draft_hidden_SH: Any,
-    hidden_size: Any,
+    key_TCK,
+    peak_TC,
+    total_TC,
+    num_blocks,
+    slots_B,
+    target_id_V,
+    hidden_BH,
+    hidden_stride,
+    candidate_token_SK,
+    candidate_score_SK,
+    draft_hidden_SH,
+    hidden_size,
     TOPK: tl.constexpr,
     PLACES: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0)
     slot = tl.load(slots_B + row)
     if tl.program_id(1) == 0:
@@ -255,15 +254,15 @@ def store_first_level(
 
 @triton.jit(do_not_specialize=["column"])
 def _chain_kernel(
-    key_TC: Any,
-    num_blocks: Any,
-    target_id_V: Any,
-    next_B: Any,
-    token_BN: Any,
-    num_nodes: Any,
-    column: Any,
+    key_TC,
+    num_blocks,
+    target_id_V,
+    next_B,
+    token_BN,
+    num_nodes,
+    column,
     BLOCKS: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0)
     block = tl.arange(0, BLOCKS)
     key = tl.load(key_TC + row * num_blocks + block, mask=block < num_blocks, other=LOWEST_KEY)

@@ -7,8 +7,6 @@ last places.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -17,8 +15,8 @@ LOWEST_KEY = tl.constexpr(-(2**63))  # below the key of any value, NaN and -inf 
 
 @triton.jit
 def mix32(
-    x: Any,
-) -> Any:
+    x,
+):
     """`reference._mix32` on uint32."""
     x = x ^ (x >> 16)
     x = x * 0x21F0AAAD
@@ -29,9 +27,9 @@ def mix32(
 
 @triton.jit
 def noise_keys(
-    seed: Any,
-    position: Any,
-) -> Any:
+    seed,
+    position,
+):
     """The two keys of a row's noise from its int64 seed and position."""
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     key_a = mix32(mix32(low ^ 0x5851F42D) ^ high)
@@ -41,10 +39,10 @@ def noise_keys(
 
 @triton.jit
 def uniform(
-    key_a: Any,
-    key_b: Any,
-    token: Any,
-) -> Any:
+    key_a,
+    key_b,
+    token,
+):
     """The noise's uniform number: above 0, at most 1 - 2^-24."""
     bits = mix32(mix32(token.to(tl.uint32) ^ key_a) ^ key_b)
     return tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
@@ -52,10 +50,10 @@ def uniform(
 
 @triton.jit
 def gumbel(
-    key_a: Any,
-    key_b: Any,
-    token: Any,
-) -> Any:
+    key_a,
+    key_b,
+    token,
+):
     """Standard Gumbel noise of tokens, fp32."""
     u = uniform(key_a, key_b, token)
     # -log1p(-u): what rounding takes from 1 - u is given back as a factor.
@@ -67,8 +65,8 @@ def gumbel(
 
 @triton.jit
 def value_order(
-    x: Any,
-) -> Any:
+    x,
+):
     """int32 that orders as fp32 x does; both zeros are equal and NaN is above all, as in argmax."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     bits = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
@@ -77,8 +75,8 @@ def value_order(
 
 @triton.jit
 def order_value(
-    order: Any,
-) -> Any:
+    order,
+):
     """The fp32 of an int32 made by `value_order`."""
     bits = tl.where(order >= 0, order, order ^ 0x7FFFFFFF)
     return bits.to(tl.float32, bitcast=True)
@@ -86,9 +84,9 @@ def order_value(
 
 @triton.jit
 def make_key(
-    x: Any,
-    index: Any,
-) -> Any:
+    x,
+    index,
+):
     """int64 whose maximum is the largest x, the lowest index first among equals."""
     low = (0x7FFFFFFF - index).to(tl.int64)
     return (value_order(x).to(tl.int64) << 32) | low
@@ -96,15 +94,15 @@ def make_key(
 
 @triton.jit
 def key_index(
-    key: Any,
-) -> Any:
+    key,
+):
     """The index of a key, int32."""
     return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
 
 
 @triton.jit
 def key_value(
-    key: Any,
-) -> Any:
+    key,
+):
     """The fp32 of a key."""
     return order_value((key >> 32).to(tl.int32))

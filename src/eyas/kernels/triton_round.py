@@ -12,7 +12,6 @@ S slots, P pages, M stop ids, V vocabulary, D draft levels, H draft hidden, L la
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -22,33 +21,33 @@ from torch import Tensor
 
 @triton.jit
 def _begin_kernel(
-    slots_B: Any,
-    length_S: Any,
-    pending_S: Any,
-    page_table_SP: Any,
-    candidate_token_SK: Any,
-    candidate_score_SK: Any,
-    candidate_width: Any,
-    draft_hidden_SH: Any,
-    length_B: Any,
-    draft_end_B: Any,
-    page_table_BP: Any,
-    root_B: Any,
-    token_BN: Any,
-    position_BN: Any,
-    slots_T: Any,
-    token_T: Any,
-    score_T: Any,
-    candidate_T: Any,
-    seen_T: Any,
-    hidden_TH: Any,
-    position_DT: Any,
-    token_BA: Any,
-    score_BA: Any,
-    parent_BA: Any,
-    num_nodes: Any,
-    num_candidates: Any,
-    num_rows: Any,
+    slots_B,
+    length_S,
+    pending_S,
+    page_table_SP,
+    candidate_token_SK,
+    candidate_score_SK,
+    candidate_width,
+    draft_hidden_SH,
+    length_B,
+    draft_end_B,
+    page_table_BP,
+    root_B,
+    token_BN,
+    position_BN,
+    slots_T,
+    token_T,
+    score_T,
+    candidate_T,
+    seen_T,
+    hidden_TH,
+    position_DT,
+    token_BA,
+    score_BA,
+    parent_BA,
+    num_nodes,
+    num_candidates,
+    num_rows,
     PAGES: tl.constexpr,
     HIDDEN: tl.constexpr,
     TOPK: tl.constexpr,
@@ -56,7 +55,7 @@ def _begin_kernel(
     CHAIN: tl.constexpr,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     """One program a beam; the first of a request also gathers what is the request's own."""
     request, beam = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_B + request)
@@ -195,16 +194,16 @@ def begin(
 
 @triton.jit
 def _copy_rows_kernel(
-    k_LRK: Any,
-    v_LRK: Any,
-    source_T: Any,
-    destination_T: Any,
-    trash_row: Any,
-    num_rows: Any,
+    k_LRK,
+    v_LRK,
+    source_T,
+    destination_T,
+    trash_row,
+    num_rows,
     K_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     entry, layer = tl.program_id(0), tl.program_id(1)
     source, destination = tl.load(source_T + entry), tl.load(destination_T + entry)
     if destination != trash_row:
@@ -245,20 +244,20 @@ def copy_rows(
 
 @triton.jit
 def _keep_hidden_kernel(
-    hidden_TH: Any,
-    hidden_stride: Any,
-    slots_B: Any,
-    page_T: Any,
-    last_B: Any,
-    moved_B: Any,
-    page_end_PH: Any,
-    draft_input_SH: Any,
-    kept_BH: Any,
-    trash_page: Any,
-    rows_a_slot: Any,
-    hidden_size: Any,
+    hidden_TH,
+    hidden_stride,
+    slots_B,
+    page_T,
+    last_B,
+    moved_B,
+    page_end_PH,
+    draft_input_SH,
+    kept_BH,
+    trash_page,
+    rows_a_slot,
+    hidden_size,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0)
     request = row // rows_a_slot
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -6,8 +6,6 @@ Shape suffixes: B requests, T = B * N rows, V vocabulary, S slots, C blocks of t
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -25,13 +23,13 @@ def block_size(num_rows: int) -> int:
 
 @triton.jit
 def _noise_kernel(
-    seed_R: Any,
-    position_R: Any,
-    token_V: Any,
-    out_RV: Any,
-    num_tokens: Any,
+    seed_R,
+    position_R,
+    token_V,
+    out_RV,
+    num_tokens,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0)
     number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = number < num_tokens
@@ -51,23 +49,23 @@ def gumbel_noise(seed_R: Tensor, position_R: Tensor, token_V: Tensor) -> Tensor:
 
 @triton.jit
 def _choose_kernel(
-    logits_TV: Any,
-    row_stride: Any,
-    slots_B: Any,
-    position_T: Any,
-    temperature_S: Any,
-    seed_S: Any,
-    cut_T: Any,
-    peak_T: Any,
-    min_p_S: Any,
-    key_TC: Any,
-    vocab_size: Any,
-    rows_a_slot: Any,
-    offset: Any,
+    logits_TV,
+    row_stride,
+    slots_B,
+    position_T,
+    temperature_S,
+    seed_S,
+    cut_T,
+    peak_T,
+    min_p_S,
+    key_TC,
+    vocab_size,
+    rows_a_slot,
+    offset,
     NOISE: tl.constexpr,
     TRUNCATE: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     """The best key of one block of one row."""
     row, block = tl.program_id(0), tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -93,11 +91,11 @@ def _choose_kernel(
 
 @triton.jit
 def _best_kernel(
-    key_TC: Any,
-    chosen_T: Any,
-    num_blocks: Any,
+    key_TC,
+    chosen_T,
+    num_blocks,
     BLOCKS: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0)
     block = tl.arange(0, BLOCKS)
     key = tl.load(key_TC + row * num_blocks + block, mask=block < num_blocks, other=LOWEST_KEY)

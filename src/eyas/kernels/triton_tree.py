@@ -8,7 +8,6 @@ N nodes kept, R draft rows, H draft hidden.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 import triton
@@ -45,29 +44,29 @@ class Candidates:
     do_not_specialize=["num_candidates", "first_candidate", "first_row", "num_visible"],
 )
 def _advance_kernel(
-    key_TCK: Any,
-    peak_TC: Any,
-    total_TC: Any,
-    num_blocks: Any,
-    target_id_V: Any,
-    score_T: Any,
-    candidate_T: Any,
-    seen_T: Any,
-    hidden_TH: Any,
-    hidden_stride: Any,
-    token_BA: Any,
-    score_BA: Any,
-    parent_BA: Any,
-    num_candidates: Any,
-    first_candidate: Any,
-    first_row: Any,
-    new_token_T: Any,
-    new_score_T: Any,
-    new_candidate_T: Any,
-    new_seen_T: Any,
-    new_hidden_TH: Any,
-    visible_TR: Any,
-    num_visible: Any,
+    key_TCK,
+    peak_TC,
+    total_TC,
+    num_blocks,
+    target_id_V,
+    score_T,
+    candidate_T,
+    seen_T,
+    hidden_TH,
+    hidden_stride,
+    token_BA,
+    score_BA,
+    parent_BA,
+    num_candidates,
+    first_candidate,
+    first_row,
+    new_token_T,
+    new_score_T,
+    new_candidate_T,
+    new_seen_T,
+    new_hidden_TH,
+    visible_TR,
+    num_visible,
     HIDDEN: tl.constexpr,
     TOPK: tl.constexpr,
     P: tl.constexpr,
@@ -76,7 +75,7 @@ def _advance_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     LAST: tl.constexpr,
-) -> None:
+):
     request = tl.program_id(0)
     place = tl.arange(0, P)
     beam_inside = place < TOPK
@@ -191,22 +190,22 @@ def advance(
 
 @triton.jit
 def _finish_kernel(
-    root_B: Any,
-    length_B: Any,
-    token_BA: Any,
-    score_BA: Any,
-    parent_BA: Any,
-    num_candidates: Any,
-    token_BN: Any,
-    parent_BN: Any,
-    depth_BN: Any,
-    position_BN: Any,
-    visible_BNN: Any,
+    root_B,
+    length_B,
+    token_BA,
+    score_BA,
+    parent_BA,
+    num_candidates,
+    token_BN,
+    parent_BN,
+    depth_BN,
+    position_BN,
+    visible_BNN,
     NODES: tl.constexpr,
     DEPTH: tl.constexpr,
     N: tl.constexpr,
     A: tl.constexpr,
-) -> None:
+):
     request = tl.program_id(0)
     node = tl.arange(0, N)
     candidate = tl.arange(0, A)

@@ -20,7 +20,8 @@ ENGINE = (
     "model --draft --device --dtype --draft-dtype --tensor-parallel-size/--tp --expert-parallel "
     "--num-speculative-tokens --topk --num-tree-nodes "
     f"--max-batch-size --max-model-len --page-size --kv-cache-tokens {CACHING} "
-    "--prefill-chunk-tokens --cuda-graphs/--no-cuda-graphs --attention-backend "
+    "--prefill-chunk-tokens --images/--no-images --cuda-graphs/--no-cuda-graphs "
+    "--attention-backend "
     "--simulate-acceptance --run-ahead "
     "--draft-boundaries --draft-norm-output/--no-draft-norm-output"
 )
@@ -34,7 +35,8 @@ SURFACE = {
     "demo": "--prompt --max-tokens --draft",
     "generate": f"{ENGINE} {PROBE} {SAMPLING} --prompt --chat/--no-chat",
     "serve": f"{ENGINE} {PROBE} --host --port --served-model-name --api-key --log-format "
-    "--drain-seconds --allow-simulated-acceptance",
+    "--drain-seconds --allow-simulated-acceptance --max-images --max-image-bytes "
+    "--max-image-pixels --allow-local-images",
     "train": "target --out --prompts --eval-prompts --stage --num-prompts --self-prompts "
     "--num-validation --max-prompt-tokens --max-new-tokens --greedy-share --min-temperature "
     "--max-temperature --shard-size --draft-vocab-size --draft-intermediate-size "

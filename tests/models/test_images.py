@@ -210,8 +210,8 @@ def test_damaged_files_are_refused_and_nothing_else() -> None:
 
 def test_limits_are_the_callers() -> None:
     data = file_of(gradient(20, 10))
-    for limits in (ImageLimits(max_pixels=199), ImageLimits(max_bytes=len(data) - 1)):
+    for limits in (ImageLimits(max_image_pixels=199), ImageLimits(max_image_bytes=len(data) - 1)):
         with pytest.raises(ImageError):
             read_image(data, SMALL, limits)
-    exact = ImageLimits(max_pixels=200, max_bytes=len(data))
+    exact = ImageLimits(max_image_pixels=200, max_image_bytes=len(data))
     assert read_image(data, SMALL, exact).num_tokens == 6

@@ -165,19 +165,19 @@ def test_parts_of_another_shape(make: Callable[..., Server], content: Any, text:
 def test_limits(make: Callable[..., Server]) -> None:
     data = png()
     for limits, text in (
-        (ImageLimits(max_bytes=len(data) - 1), "bytes, at most"),
-        (ImageLimits(max_bytes=len(data) // 2), "bytes, at most"),
-        (ImageLimits(max_pixels=239), "has 20 × 12 pixels, at most 239"),
+        (ImageLimits(max_image_bytes=len(data) - 1), "bytes, at most"),
+        (ImageLimits(max_image_bytes=len(data) // 2), "bytes, at most"),
+        (ImageLimits(max_image_pixels=239), "has 20 × 12 pixels, at most 239"),
     ):
         message, _ = refusal(make(limits=limits), [part(data_url())])
         assert text in message
     two = [part(data_url()), part(data_url())]
     message, _ = refusal(make(limits=ImageLimits(max_images=1)), two)
     assert message == "the request has 2 images, at most 1 are taken"
-    exact = ImageLimits(max_bytes=len(data), max_pixels=240, max_images=2)
+    exact = ImageLimits(max_image_bytes=len(data), max_image_pixels=240, max_images=2)
     assert make(limits=exact).chat(two).status_code == 200
     assert body_limit(ImageLimits()) == 16 << 20
-    assert body_limit(ImageLimits(max_bytes=30 << 20)) == 41 << 20
+    assert body_limit(ImageLimits(max_image_bytes=30 << 20)) == 41 << 20
 
 
 def test_a_model_without_images_says_so(make: Callable[..., Server]) -> None:
@@ -248,7 +248,7 @@ class TestLocalFiles:
 
     def test_other_hosts_and_large_files(self, make: Callable[..., Server], shelf: Path) -> None:
         url = (shelf / "large.png").as_uri()
-        server = make(local_folder=shelf, limits=ImageLimits(max_bytes=5000))
+        server = make(local_folder=shelf, limits=ImageLimits(max_image_bytes=5000))
         assert "bytes, at most 5000" in refusal(server, [part(url)])[0]
         url = f"file://elsewhere{shelf}/large.png"
         assert "no readable file" in refusal(make(local_folder=shelf), [part(url)])[0]

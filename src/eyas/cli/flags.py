@@ -68,6 +68,12 @@ def sampling_flags(**defaults: Any) -> Callable[[Command], Command]:
     return _replace("params", SamplingParams, parameters, 0)
 
 
+def settings_flags(name: str, settings: type) -> Callable[[Command], Command]:
+    """Give a command flags for the fields of a dataclass in place of its parameter `name`."""
+    texts = {f.name: f.metadata["help"] for f in dataclasses.fields(settings)}
+    return _replace(name, settings, flag_parameters(settings, texts), 0)
+
+
 def _replace(
     name: str,
     settings: type,

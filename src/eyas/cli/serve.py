@@ -7,14 +7,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from eyas.cli.flags import engine_flags
+from eyas.cli.flags import engine_flags, settings_flags
 from eyas.config import ConfigError, EngineConfig
+from eyas.models.images import ImageLimits
 
 
 @engine_flags()
+@settings_flags("image_limits", ImageLimits)
 def serve(
     *,
     config: EngineConfig,
+    image_limits: ImageLimits,
     host: Annotated[
         str, typer.Option(help="Address to listen on; 0.0.0.0 for every network.")
     ] = "127.0.0.1",
@@ -32,13 +35,6 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(min=0, help="For running requests to end after a signal.")
     ] = 10.0,
-    max_images: Annotated[int, typer.Option(min=1, help="Images a request.")] = 16,
-    max_image_bytes: Annotated[
-        int, typer.Option(min=1, help="Of an image's file; requests may be a third longer.")
-    ] = 10 << 20,
-    max_image_pixels: Annotated[
-        int, typer.Option(min=1, help="Of an image; decoding takes four bytes for each.")
-    ] = 50_000_000,
     allow_local_images: Annotated[
         Path | None,
         typer.Option(
@@ -61,7 +57,6 @@ def serve(
             "with --simulate-acceptance the answers are not the model's: leave it out, or add "
             "--allow-simulated-acceptance to serve them all the same"
         )
-    from eyas.models.images import ImageLimits
     from eyas.server import launch  # heavy: FastAPI, and torch behind it
 
     settings = launch.ServerSettings(
@@ -71,9 +66,7 @@ def serve(
         api_keys=tuple(api_key or ()),
         log_format=log_format,
         drain_seconds=drain_seconds,
-        image_limits=ImageLimits(
-            max_bytes=max_image_bytes, max_pixels=max_image_pixels, max_images=max_images
-        ),
+        image_limits=image_limits,
         allow_local_images=allow_local_images,
     )
     return launch.serve(config, settings)

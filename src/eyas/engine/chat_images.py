@@ -72,9 +72,9 @@ def _from_data(url: str, limits: ImageLimits) -> bytes:
     header, comma, text = url.partition(",")
     if not comma or not header.lower().endswith(";base64"):
         raise ImageError(f"the data: URL is not in base64: write {_DATA_FORM}")
-    if len(text) > (limits.max_bytes + 2) // 3 * 4:
+    if len(text) > (limits.max_image_bytes + 2) // 3 * 4:
         size = len(text) * 3 // 4
-        raise ImageError(f"the image has {size} bytes, at most {limits.max_bytes} are taken")
+        raise ImageError(f"the image has {size} bytes, at most {limits.max_image_bytes} are taken")
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -97,7 +97,7 @@ def _from_file(url: str, limits: ImageLimits, folder: Path | None) -> bytes:
         if not path.is_relative_to(folder.resolve(strict=True)) or not path.is_file():
             raise unreadable
         with path.open("rb") as file:
-            return file.read(limits.max_bytes + 1)  # one more tells that there is more
+            return file.read(limits.max_image_bytes + 1)  # one more tells that there is more
     except (OSError, ValueError, RuntimeError):
         raise unreadable from None
 

@@ -10,8 +10,9 @@ import dataclasses
 import hashlib
 import io
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from eyas.config import ConfigError
 from eyas.models.config import VisionConfig
 from eyas.types import EyasError, ImageInput
 
@@ -26,14 +27,27 @@ class ImageError(EyasError):
     """An image that cannot be used; says why."""
 
 
+def _limit(default: int, text: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageLimits:
-    """What is taken of a client. max_bytes: of one image's file; max_pixels: of one image, which
-    bounds the memory that decoding takes (four bytes each); max_images: of one prompt."""
+    """What is taken of a client; the pixels bound the memory that decoding takes.
 
-    max_bytes: int = 10 << 20
-    max_pixels: int = 50_000_000
-    max_images: int = 16
+    Raises ConfigError for a limit below 1.
+    """
+
+    max_images: int = _limit(16, "Images a request.")
+    max_image_bytes: int = _limit(
+        10 << 20, "Of an image's file; in a request it is a third longer."
+    )
+    max_image_pixels: int = _limit(50_000_000, "Of an image; decoding takes four bytes for each.")
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ConfigError(f"--{field.name.replace('_', '-')} must be at least 1")
 
 
 def require_pillow() -> None:
@@ -75,8 +89,10 @@ def read_image(data: bytes, vision: VisionConfig, limits: ImageLimits) -> ImageI
     Raises ImageError for a file that is too large, has too many pixels, is of another format,
     moves, or is broken. Nothing is decoded before its size is known to be within the limits.
     """
-    if len(data) > limits.max_bytes:
-        raise ImageError(f"the image has {len(data)} bytes, at most {limits.max_bytes} are taken")
+    if len(data) > limits.max_image_bytes:
+        raise ImageError(
+            f"the image has {len(data)} bytes, at most {limits.max_image_bytes} are taken"
+        )
     return fit_image(_decode(data, limits), vision)
 
 
@@ -88,7 +104,7 @@ def _decode(data: bytes, limits: ImageLimits) -> Image:
     try:
         image = Image.open(io.BytesIO(data), formats=_FORMATS)  # reads the header alone
         num_pixels = image.width * image.height
-        if num_pixels > limits.max_pixels:
+        if num_pixels > limits.max_image_pixels:
             raise ImageError(_too_many(f"{image.width} × {image.height}", limits))
         if image.format in _MAY_MOVE and getattr(image, "is_animated", False):
             raise ImageError("the image is an animation: send one frame of it")
@@ -108,7 +124,7 @@ def _decode(data: bytes, limits: ImageLimits) -> Image:
 
 
 def _too_many(found: str, limits: ImageLimits) -> str:
-    return f"the image has {found} pixels, at most {limits.max_pixels} are taken: shrink it"
+    return f"the image has {found} pixels, at most {limits.max_image_pixels} are taken: shrink it"
 
 
 def _as_rgb(image: Image) -> Image:

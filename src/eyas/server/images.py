@@ -21,7 +21,7 @@ _BODY_BYTES = 16 << 20
 def body_limit(limits: ImageLimits) -> int:
     """Bytes of a body that holds an image of the largest kind, which base64 makes a third longer,
     and some text."""
-    return max(_BODY_BYTES, limits.max_bytes * 4 // 3 + (1 << 20))
+    return max(_BODY_BYTES, limits.max_image_bytes * 4 // 3 + (1 << 20))
 
 
 class ImageReader:

@@ -10,7 +10,7 @@ import torch
 from eyas.bench.ceilings import RoundCost, round_cost
 from eyas.bench.shapes import (
     SHAPES,
-    default_boundaries,
+    boundaries_of,
     with_draft_defaults,
     write_shape,
 )
@@ -94,7 +94,7 @@ def test_a_draft_needs_something_to_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("num_layers", "expected"), [(2, (0, 1, 2)), (8, (2, 4, 5))])
 def test_boundaries_ascend(num_layers: int, expected: tuple[int, ...]) -> None:
-    assert default_boundaries(num_layers) == expected
+    assert boundaries_of(num_layers) == expected
 
 
 @pytest.mark.parametrize(

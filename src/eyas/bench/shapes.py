@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.config import ConfigError, EngineConfig
+from eyas.models.boundaries import default_boundaries
 from eyas.models.config import ModelConfig
 from eyas.models.target_config import read_target_config
 from eyas.types import EyasError
@@ -132,15 +133,13 @@ def write_shape(config: EngineConfig, folder: Path) -> EngineConfig:
         config,
         model=str(target_folder),
         draft=str(draft_folder),
-        draft_boundaries=config.draft_boundaries or default_boundaries(target.num_layers),
+        draft_boundaries=config.draft_boundaries or boundaries_of(target.num_layers),
     )
 
 
-def default_boundaries(num_layers: int) -> tuple[int, ...]:
-    """Low, middle and high; of a shallow target its ends."""
-    if num_layers < 8:
-        return (0, num_layers // 2, num_layers)
-    return (2, num_layers // 2, num_layers - 3)
+def boundaries_of(num_layers: int) -> tuple[int, ...]:
+    """What EAGLE-3 reads by default; of a shallow target its ends and middle."""
+    return (0, num_layers // 2, num_layers) if num_layers < 8 else default_boundaries(num_layers)
 
 
 def draft_json(target: ModelConfig) -> dict[str, Any]:

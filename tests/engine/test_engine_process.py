@@ -66,7 +66,7 @@ def test_it_serves_what_the_engine_says_and_leaves_no_process(folder: Path) -> N
         engine = make(folder)
         try:
             loaded = await engine.load(lambda *step: steps.append(step))
-            assert (loaded.folder, engine.vocab_size) == (folder, VOCAB)
+            assert (loaded.folder, engine.info.vocab_size) == (folder, VOCAB)
             pid = engine.pid
             assert pid is not None
             # As a terminal does, to the whole group: only the parent answers.

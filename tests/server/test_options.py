@@ -102,7 +102,7 @@ def test_options_that_contradict_each_other(server: Server) -> None:
         (server.chat(min_tokens=5, max_tokens=3), "max_tokens must be at least 1 and min_tokens"),
         (server.chat(top_logprobs=2), "only allowed with logprobs: true"),
         (server.chat(logprobs=True, top_logprobs=21), "top_logprobs: "),
-        (server.complete(echo=True, logprobs=0), "echo with logprobs"),
+        (server.complete(echo=True, logprobs=0), "echo: with logprobs"),
         (server.chat(best_of=2), "unknown field(s): best_of"),
         (server.complete(best_of=2), "not supported: best_of"),
     ):

@@ -205,6 +205,7 @@ def test_stream_options_without_a_stream() -> None:
     for options, told in (
         ({}, StreamUsage.NONE),
         ({"continuous_usage_stats": True}, StreamUsage.NONE),
+        ({"include_usage": None, "include_obfuscation": None}, StreamUsage.NONE),
         ({"include_usage": True}, StreamUsage.LAST),
         ({"include_usage": True, "continuous_usage_stats": True}, StreamUsage.ALWAYS),
     ):

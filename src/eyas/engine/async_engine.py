@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from eyas.engine.engine_loop import EngineLoop, Event, read_status
+from eyas.engine.limits import most_new_tokens
 from eyas.engine.messages import (
     Abort,
     Add,
@@ -25,7 +26,6 @@ from eyas.engine.messages import (
     Verdict,
 )
 from eyas.engine.stats import EngineCounters
-from eyas.models.config import VisionConfig
 from eyas.types import EyasError, ImageInput, SamplingParams, StepOutput
 
 if TYPE_CHECKING:  # the engine brings torch along, which a client of it can do without
@@ -100,21 +100,6 @@ class EngineHandle:
         self.death_details = ""  # the traceback, where there is one
 
     @property
-    def max_model_len(self) -> int:
-        """Longest prompt and answer together, in tokens."""
-        return self.info.max_model_len
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        return self.info.vocab_size
-
-    @property
-    def vision(self) -> VisionConfig | None:
-        """How images are prepared, None where none are taken."""
-        return self.info.vision
-
-    @property
     def error(self) -> str | None:
         """Why the engine has ended, None while it lives."""
         return self._error
@@ -122,11 +107,6 @@ class EngineHandle:
     def status(self) -> EngineStatus:
         """What the engine held after its last step or command."""
         return self._status
-
-    def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        """All tokens that end such a request: its own and, unless ignored, the model's."""
-        end_ids = () if params.ignore_eos else self.info.eos_token_ids
-        return (*params.stop_token_ids, *end_ids)
 
     async def died(self) -> str:
         """Wait until the engine dies unasked, and say of what. `stop` is no such end."""
@@ -150,6 +130,7 @@ class EngineHandle:
             raise EngineDeadError(self._error)
         if request_id in self._streams:
             raise EyasError(f"request id {request_id!r} is in use")
+        most_new_tokens(self.info, len(prompt_token_ids), params)  # before copies of it are made
         stream = RequestStream(lambda: self._close(request_id))
         self._streams[request_id] = stream
         self._send(Add(request_id, tuple(prompt_token_ids), params, tuple(images)))
@@ -196,7 +177,9 @@ class EngineHandle:
 def _verdict(event: Verdict) -> Exception | None:
     if event.error is None:
         return None
-    return EyasError(event.error) if event.is_mistake else RequestFailedError(event.error)
+    if event.is_mistake:
+        return EyasError(event.error, param=event.param)
+    return RequestFailedError(event.error)
 
 
 class AsyncEngine(EngineHandle):

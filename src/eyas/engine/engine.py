@@ -19,6 +19,7 @@ from eyas import kernels
 from eyas.cache.pages import OutOfPagesError, PageAllocator
 from eyas.config import PLAIN, TreeShape
 from eyas.engine.image_places import check_places
+from eyas.engine.limits import most_new_tokens
 from eyas.engine.messages import EngineInfo
 from eyas.engine.stats import EngineStats
 from eyas.engine.stop_text import StopTextMatcher
@@ -30,7 +31,6 @@ from eyas.scheduler.scheduler import Phase, Request, Scheduler
 from eyas.speculative.round import PrefillChunk
 from eyas.speculative.state import SlotSettings, sampling_mode
 from eyas.types import (
-    MAX_STOP_IDS,
     EyasError,
     FinishReason,
     ImageInput,
@@ -139,37 +139,16 @@ class Engine:
         self.scheduler.add(request)
 
     def _validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
+        if not prompt_token_ids:
+            raise EyasError("the prompt is empty: give at least one token", param="prompt")
         num_prompt = len(prompt_token_ids)
-        if num_prompt == 0:
-            raise EyasError("the prompt is empty: give at least one token")
+        max_new_tokens = most_new_tokens(self.info, num_prompt, params)
         wrong = [t for t in prompt_token_ids if not 0 <= t < self._vocab_size]
         if wrong:
-            raise EyasError(f"token {wrong[0]} is outside the vocabulary of {self._vocab_size}")
-        room = self.max_model_len - num_prompt
-        if room < 1:
-            raise EyasError(
-                f"the prompt has {num_prompt} tokens, the model length is {self.max_model_len} "
-                "and at least one token must be left for the answer: shorten the prompt"
-            )
+            text = f"token {wrong[0]} is outside the vocabulary of {self._vocab_size}"
+            raise EyasError(text, param="prompt")
         if params.stop and self.tokenizer is None:
             raise EyasError("stop strings need the model's tokenizer, which is not loaded")
-        wrong = [t for t in params.logit_bias if not 0 <= t < self._vocab_size]
-        if wrong:
-            raise EyasError(f"logit_bias token {wrong[0]} is outside 0..{self._vocab_size - 1}")
-        wrong = [t for t in params.stop_token_ids if t >= self._vocab_size]
-        if wrong:
-            raise EyasError(f"stop token {wrong[0]} is outside 0..{self._vocab_size - 1}")
-        max_new_tokens = room if params.max_tokens is None else params.max_tokens
-        if max_new_tokens > room:
-            raise EyasError(
-                f"{num_prompt} prompt tokens and max_tokens {max_new_tokens} exceed the model "
-                f"length of {self.max_model_len}: ask for at most {room} tokens"
-            )
-        if params.min_tokens > max_new_tokens:  # without max_tokens: up to the model length
-            raise EyasError(
-                f"min_tokens {params.min_tokens} does not fit: after {num_prompt} prompt tokens "
-                f"the model length of {self.max_model_len} leaves {room}"
-            )
         usable = self.scheduler.allocator.num_usable
         needed = self.scheduler.num_pages(num_prompt + max_new_tokens)
         if needed > usable:
@@ -177,15 +156,11 @@ class Engine:
                 f"the request needs {needed} KV pages and the cache has {usable}: raise "
                 "--kv-cache-tokens or lower max_tokens"
             )
-        num_stop = len(self.stop_ids(params))
-        if num_stop > MAX_STOP_IDS:
-            raise EyasError(f"{num_stop} stop token ids, at most {MAX_STOP_IDS} are supported")
         return max_new_tokens
 
     def stop_ids(self, params: SamplingParams) -> list[int]:
         """All tokens that end a request: its own and, unless it ignores them, the model's."""
-        end_ids = () if params.ignore_eos else self._eos_token_ids
-        return sorted({*params.stop_token_ids, *end_ids})
+        return self.info.stop_ids(params)
 
     def abort(self, request_id: str) -> None:
         """End a request now; its slot and pages are free at once. Unknown ids are ignored."""

@@ -68,7 +68,7 @@ class EngineLoop:
                 command.request_id, command.prompt_token_ids, command.params, command.images
             )
         except EyasError as error:
-            self._emit(Verdict(command.request_id, str(error)))
+            self._emit(Verdict(command.request_id, str(error), param=error.param))
         except Exception as error:  # whatever it is, it concerns this request alone
             text = f"{type(error).__name__}: {error}"
             self._emit(Verdict(command.request_id, text, is_mistake=False))

@@ -19,6 +19,11 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...]
     vision: VisionConfig | None = None
 
+    def stop_ids(self, params: SamplingParams) -> list[int]:
+        """All tokens that end a request: its own and, unless it ignores them, the model's."""
+        end_ids = () if params.ignore_eos else self.eos_token_ids
+        return sorted({*params.stop_token_ids, *end_ids})
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineStatus:
@@ -61,11 +66,15 @@ Command = Add | Abort | Stop
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A request is accepted (error None), refused for a mistake of its own, or failed by ours."""
+    """A request is accepted (error None), refused for a mistake of its own, or failed by ours.
+
+    param: the option at fault.
+    """
 
     request_id: str
     error: str | None = None
     is_mistake: bool = True
+    param: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

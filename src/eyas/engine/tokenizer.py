@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import re
@@ -49,6 +50,17 @@ class Tokenizer:
         """Token ids of a text."""
         ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return [int(token) for token in ids]
+
+    def least_tokens(self, num_characters: int) -> int:
+        """So many tokens at least has a text of that length: to refuse long ones unread.
+
+        A text that the normalizer shrinks to less than a quarter may have fewer.
+        """
+        return num_characters // (4 * self._longest_token)
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        return max((len(piece) for piece in self._tokenizer.get_vocab()), default=1)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""

@@ -81,10 +81,11 @@ def create_app(
 async def _encode_chat(
     service: Service, messages: Sequence[ChatMessage], body: ChatRequest | TokenizeRequest
 ) -> EncodedPrompt:
-    return await service.encode_chat(
+    return await service.prompts.encode_chat(
         [message.for_template() for message in messages],
         body.chat_template_kwargs,
         image_places(messages),
+        must_fit=isinstance(body, ChatRequest),
     )
 
 
@@ -122,14 +123,14 @@ class _Routes:
             tokens = (await _encode_chat(service, body.messages, body)).token_ids
         else:
             special = body.add_special_tokens
-            [tokens] = await service.encode([body.prompt or ""], add_special_tokens=special)
-        told = {"count": len(tokens), "max_model_len": service.engine.max_model_len}
+            tokens = await service.prompts.tokenize(body.prompt or "", add_special_tokens=special)
+        told = {"count": len(tokens), "max_model_len": service.engine.info.max_model_len}
         return JSONResponse(told | {"tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
         service = self._state.service()
         body = await self._parse(request, DetokenizeRequest)
-        [text] = await service.decode([body.tokens])
+        [text] = await service.prompts.decode([body.tokens])
         return JSONResponse({"prompt": text})
 
     async def chat(self, request: Request) -> Response:
@@ -147,11 +148,11 @@ class _Routes:
     async def complete(self, request: Request) -> Response:
         async def start(service: Service, body: CompletionRequest) -> Generation:
             return await service.generate(
-                await service.encode(body.prompt),
+                await service.prompts.encode(body.prompt),
                 body.sampling_params(),
                 num_choices=body.n,
                 default_max_tokens=COMPLETION_MAX_TOKENS,
-                echo=await service.decode(body.prompt) if body.echo else None,
+                echo=await service.prompts.decode(body.prompt) if body.echo else None,
             )
 
         return await self._answer(request, CompletionRequest, start, CompletionFormat())
@@ -219,5 +220,5 @@ class _Routes:
             "object": "model",
             "created": self._model.created,
             "owned_by": "eyas",
-            "max_model_len": service.engine.max_model_len,
+            "max_model_len": service.engine.info.max_model_len,
         }

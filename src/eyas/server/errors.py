@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from eyas.engine.async_engine import EngineDeadError, RequestFailedError
 from eyas.server.exchange import current_exchange
-from eyas.types import EyasError
+from eyas.types import EyasError, TooLongError
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,8 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EyasError):
-        return ApiError(400, str(error), code="invalid_value")
+        code = "context_length_exceeded" if isinstance(error, TooLongError) else "invalid_value"
+        return ApiError(400, str(error), param=error.param, code=code)
     if isinstance(error, EngineDeadError):
         return ApiError(503, f"the engine has ended: {error}", code="engine_dead")
     if isinstance(error, RequestFailedError):

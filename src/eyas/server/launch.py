@@ -28,11 +28,12 @@ from eyas.engine.tokenizer import Tokenizer
 from eyas.models.embedded import Progress
 from eyas.models.images import ImageLimits
 from eyas.server.app import create_app
+from eyas.server.engine_client import EngineClient
 from eyas.server.formats import ModelCard
 from eyas.server.images import ImageReader, body_limit
 from eyas.server.log_format import LogFormat, configure_logging
 from eyas.server.process import HttpServer, Stop, stop_on_signals
-from eyas.server.service import EngineClient, Service
+from eyas.server.service import Service
 from eyas.server.state import ServerState
 from eyas.types import CheckError, EyasError, SamplingParams
 
@@ -197,7 +198,7 @@ class _Life:
 
 async def _warm_up(engine: EngineClient) -> None:
     """One short answer from prefill to its end. Raises what a client would meet."""
-    room = engine.max_model_len - 1
+    room = engine.info.max_model_len - 1
     if room < 1:
         return  # every request will be refused, with the reason
     params = SamplingParams(max_tokens=min(4, room), temperature=0, ignore_eos=True)

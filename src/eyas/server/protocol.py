@@ -7,26 +7,31 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic_core
 from pydantic import (
     BaseModel,
+    BeforeValidator,
+    FailFast,
     Field,
     ValidationError,
     WithJsonSchema,
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from eyas.server.chat_message import ChatMessage, Strict
 from eyas.server.errors import ApiError
 from eyas.server.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, served_fields
-from eyas.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from eyas.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
 
 MAX_STOP_STRINGS, MAX_STOP_LENGTH = 16, 1000
 MAX_CHOICES = 128  # OpenAI's limit of n
+# Far more than any model takes: what is longer is not worth the time in which others wait.
+MAX_PROMPTS, MAX_MESSAGES, MAX_DETOKENIZED = 1024, 4096, 1 << 20
 _MAX_SHOWN_ERRORS = 3
 Prompt = str | list[int]
 
@@ -63,7 +68,30 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool = False
     include_obfuscation: Literal[False] = False
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, options: Any) -> Any:
+        if not isinstance(options, dict):
+            return options
+        return {name: value for name, value in options.items() if value is not None}
 
+
+def _at_most(limit: int) -> Callable[[Any], Any]:
+    """Looks at the number of items alone, before pydantic looks at each."""
+
+    def check(items: Any) -> Any:
+        if isinstance(items, list | dict) and len(items) > limit:
+            raise ValueError(f"{len(items)} items, at most {limit} are taken")
+        return items
+
+    return check
+
+
+_Messages = Annotated[
+    list[ChatMessage],
+    BeforeValidator(_at_most(MAX_MESSAGES)),
+    Field(min_length=1, max_length=MAX_MESSAGES),
+]
 # Keys of a JSON object are strings; a longer number is no token anyhow.
 _TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 _StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
@@ -86,13 +114,18 @@ class _Request(Strict):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
     logit_bias: Annotated[
         dict[_TokenKey, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]],
+        BeforeValidator(_at_most(MAX_LOGIT_BIAS)),
         Field(max_length=MAX_LOGIT_BIAS),
     ] = {}
     stop: Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS), _STOP_SCHEMA] = []
     speculation: bool = True
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    stop_token_ids: Annotated[
+        list[Annotated[int, Field(ge=0)]],
+        BeforeValidator(_at_most(MAX_STOP_IDS)),
+        Field(max_length=MAX_STOP_IDS),
+    ] = []
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -142,14 +175,14 @@ class _Request(Strict):
     @model_validator(mode="after")
     def _options_need_a_stream(self) -> _Request:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only allowed with stream: true")
+            raise _mistake("stream_options", "it is only allowed with stream: true")
         return self
 
 
 class ChatRequest(_Request):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: _Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
@@ -168,16 +201,16 @@ class ChatRequest(_Request):
     @model_validator(mode="after")
     def _alternatives_need_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs is only allowed with logprobs: true")
+            raise _mistake("top_logprobs", "it is only allowed with logprobs: true")
         return self
 
     @model_validator(mode="after")
     def _one_limit(self) -> ChatRequest:
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
-            raise ValueError(
-                "max_tokens and max_completion_tokens are two names of one limit and differ: "
-                "give one"
+            raise _mistake(
+                "max_tokens",
+                "max_completion_tokens is another name of this limit and differs: give one",
             )
         return self
 
@@ -197,19 +230,22 @@ class CompletionRequest(_Request):
     @model_validator(mode="after")
     def _no_prompt_logprobs(self) -> CompletionRequest:
         if self.echo and self.logprobs is not None:
-            raise ValueError(
-                "echo with logprobs asks for log-probabilities of the prompt, which are not "
-                "supported: leave out one of them"
+            raise _mistake(
+                "echo",
+                "with logprobs it asks for log-probabilities of the prompt, which are not "
+                "supported: leave out one of them",
             )
         return self
 
-    @field_validator("prompt", mode="before")
+    @field_validator("prompt", mode="plain")
     @classmethod
     def _as_list(cls, prompt: Any) -> Any:
         if isinstance(prompt, str) or _is_token_array(prompt):
-            prompt = [prompt]
+            return [prompt]
         if not isinstance(prompt, list) or not prompt:
             raise ValueError(_PROMPT_FORMS)
+        if len(prompt) > MAX_PROMPTS:
+            raise ValueError(f"{len(prompt)} prompts, at most {MAX_PROMPTS} in one request")
         if not (all(isinstance(p, str) for p in prompt) or all(map(_is_token_array, prompt))):
             raise ValueError(_PROMPT_FORMS)
         return prompt
@@ -228,13 +264,13 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool = True
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: _Messages | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
     @model_validator(mode="after")
     def _one_kind(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise _mistake("prompt", "give either prompt or messages")
         return self
 
 
@@ -242,7 +278,12 @@ class DetokenizeRequest(Strict):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[
+        list[int],
+        FailFast(),  # there may be as many mistakes as tokens
+        BeforeValidator(_at_most(MAX_DETOKENIZED)),
+        Field(max_length=MAX_DETOKENIZED),
+    ]
 
 
 GenerationRequest = ChatRequest | CompletionRequest
@@ -254,6 +295,11 @@ NEUTRAL_FIELDS: dict[type[BaseModel], Mapping[str, tuple[Any, ...]]] = {
     ChatRequest: CHAT_NEUTRAL,
     CompletionRequest: COMPLETION_NEUTRAL,
 }
+
+
+def _mistake(param: str, text: str) -> PydanticCustomError:
+    """What is wrong with a field that shows only beside others."""
+    return PydanticCustomError("mistake", "{text}", {"param": param, "text": text})
 
 
 def parse_request(kind: type[AnyRequest], body: bytes) -> AnyRequest:
@@ -275,10 +321,10 @@ def parse_request(kind: type[AnyRequest], body: bytes) -> AnyRequest:
 
 
 def _api_error(error: ValidationError) -> ApiError:
-    details = error.errors(include_url=False, include_context=False, include_input=False)
+    details = error.errors(include_url=False, include_input=False)
     texts, first = [], None
     for detail in details[:_MAX_SHOWN_ERRORS]:
-        place = _place(detail["loc"])
+        place = _place(detail["loc"]) or detail.get("ctx", {}).get("param")
         first = first or place
         message = detail["msg"].removeprefix("Value error, ")
         texts.append(f"{place}: {message}" if place else message)

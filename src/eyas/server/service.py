@@ -9,75 +9,23 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from eyas.engine.async_engine import RequestFailedError
-from eyas.engine.chat_images import EncodedPrompt, encode_chat
-from eyas.engine.messages import EngineStatus
-from eyas.engine.stats import EngineCounters
 from eyas.engine.stop_text import AnswerText
 from eyas.engine.tokenizer import Tokenizer
-from eyas.models.config import VisionConfig
+from eyas.server.engine_client import EngineClient, OutputStream
 from eyas.server.errors import ApiError
 from eyas.server.images import ImageReader
+from eyas.server.prompts import PromptEncoder
 from eyas.server.token_text import LogprobTexts, ShownLogprob, TokenTexts
-from eyas.types import EyasError, FinishReason, ImageInput, SamplingParams, StepOutput
+from eyas.types import FinishReason, ImageInput, SamplingParams, StepOutput
 
 MAX_SEQUENCES = 1024  # prompts × n of one HTTP request
 
 Result = TypeVar("Result")
-
-
-class OutputStream(Protocol):
-    """Outputs of one request that the engine has accepted."""
-
-    async def __anext__(self) -> StepOutput:
-        """The next output. Raises EngineDeadError if the engine ends first."""
-
-    def close(self) -> None:
-        """Abort the request if it still runs. May be repeated."""
-
-
-class EngineClient(Protocol):
-    """What the server needs of an engine; AsyncEngine has it."""
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt and answer together, in tokens."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-
-    @property
-    def vision(self) -> VisionConfig | None:
-        """How images are prepared, None where none are taken."""
-
-    @property
-    def error(self) -> str | None:
-        """Why the engine has ended, None while it lives."""
-
-    @property
-    def counters(self) -> EngineCounters:
-        """What the engine has counted and timed, as far as it has told."""
-
-    def status(self) -> EngineStatus:
-        """How full the engine is."""
-
-    def stop_ids(self, params: SamplingParams) -> Sequence[int]:
-        """All tokens that end such a request."""
-
-    async def submit(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        images: Sequence[ImageInput] = (),
-    ) -> OutputStream:
-        """Queue a request. Raises EyasError if the engine refuses it, EngineDeadError if ended."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +67,8 @@ class _Choice:
     ) -> None:
         self.index, self.stream, self.prompt_index = index, answer.stream, answer.prompt_index
         self.num_cached_tokens = 0
-        self._vocab_size, self._start = engine.vocab_size, answer.prompt_text
-        stop_ids = engine.stop_ids(answer.params)
+        self._vocab_size, self._start = engine.info.vocab_size, answer.prompt_text
+        stop_ids = engine.info.stop_ids(answer.params)
         self._text = AnswerText(tokenizer, answer.params.stop, stop_ids=stop_ids)
         self._logprobs = LogprobTexts(tokenizer, texts, start=len(answer.prompt_text))
 
@@ -233,54 +181,9 @@ class Service:
     def __init__(
         self, engine: EngineClient, tokenizer: Tokenizer, images: ImageReader | None = None
     ) -> None:
-        self.engine, self._images = engine, images or ImageReader()
+        self.engine, self.prompts = engine, PromptEncoder(engine, tokenizer, images)
         self._tokenizer, self._texts = tokenizer, TokenTexts(tokenizer)
         self._ids = itertools.count()
-        # Not the event loop's thread, for a long prompt takes a while; one, for tokenizers are
-        # not promised to be safe in several.
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="eyas-tokenizer")
-
-    async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        settings: Mapping[str, Any],
-        images: Sequence[tuple[str, str]] = (),
-    ) -> EncodedPrompt:
-        """A conversation with its images, given as (where it stands in the body, url).
-
-        Raises EyasError if the template refuses it, ApiError (400) for an image that cannot be
-        used.
-        """
-        vision = self.engine.vision
-        read = await self._images.read_all(images, vision)
-        return await self._in_thread(
-            lambda: encode_chat(self._tokenizer, messages, read, vision=vision, settings=settings)
-        )
-
-    async def encode(
-        self, prompts: Sequence[str | list[int]], *, add_special_tokens: bool = True
-    ) -> list[list[int]]:
-        """Token ids of prompts; those that come as ids stay as they are."""
-
-        def encode(prompt: str | list[int]) -> list[int]:
-            if not isinstance(prompt, str):
-                return prompt
-            return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-
-        return await self._in_thread(lambda: [encode(prompt) for prompt in prompts])
-
-    async def decode(self, prompts: Sequence[str | list[int]]) -> list[str]:
-        """Texts of prompts; those that come as texts stay as they are.
-
-        Raises ApiError (400) for ids that are no tokens.
-        """
-        for prompt in prompts:
-            if not isinstance(prompt, str):
-                self._check_ids(prompt)
-        decode = self._tokenizer.decode
-        return await self._in_thread(
-            lambda: [p if isinstance(p, str) else decode(p) for p in prompts]
-        )
 
     async def generate(
         self,
@@ -299,7 +202,7 @@ class Service:
         None means as many as fit. echo: texts that the answers to each prompt begin with. images:
         of each prompt, in their places.
 
-        Raises ApiError (400) if the engine refuses any choice; none runs on then.
+        Raises EyasError if the engine refuses any choice; none runs on then.
         """
         if len(prompts) * num_choices > MAX_SEQUENCES:
             raise ApiError(
@@ -309,7 +212,6 @@ class Service:
                 param="n",
                 code="invalid_value",
             )
-        self._check_stop_ids(params)
         wanted = [
             (number, prompt, self._params(params, i, len(prompt), default_max_tokens))
             for number, prompt in enumerate(prompts)
@@ -317,7 +219,9 @@ class Service:
         ]
         streams = await _all_or_none(
             [
-                self._submit(prompt, one, images[number] if images else ())
+                self.engine.submit(
+                    f"request-{next(self._ids)}", prompt, one, images[number] if images else ()
+                )
                 for number, prompt, one in wanted
             ]
         )
@@ -334,49 +238,19 @@ class Service:
         )
 
     def close(self) -> None:
-        """Let the tokenizer's thread go."""
-        self._executor.shutdown(wait=False)
-        self._images.close()
-
-    async def _submit(
-        self, prompt: list[int], params: SamplingParams, images: Sequence[ImageInput]
-    ) -> OutputStream:
-        try:
-            return await self.engine.submit(f"request-{next(self._ids)}", prompt, params, images)
-        except EyasError as error:
-            too_long = len(prompt) + (params.max_tokens or 1) > self.engine.max_model_len
-            code = "context_length_exceeded" if too_long else "invalid_value"
-            raise ApiError(400, str(error), code=code) from error
+        """Let the threads go."""
+        self.prompts.close()
 
     def _params(
         self, params: SamplingParams, choice: int, num_prompt: int, default: int | None
     ) -> SamplingParams:
-        if params.max_tokens is None and default is not None:
-            room = max(1, self.engine.max_model_len - num_prompt)
-            limit = max(min(default, room), params.min_tokens)
+        room = self.engine.info.max_model_len - num_prompt
+        if params.max_tokens is None and default is not None and params.min_tokens <= room:
+            limit = min(max(default, params.min_tokens), room)
             params = dataclasses.replace(params, max_tokens=limit)
         if params.seed is not None:
             params = dataclasses.replace(params, seed=params.seed + choice)
         return params
-
-    def _check_stop_ids(self, params: SamplingParams) -> None:
-        for token in params.stop_token_ids:
-            if token >= self.engine.vocab_size:
-                raise ApiError(
-                    400,
-                    f"stop token {token} is outside the vocabulary of {self.engine.vocab_size}",
-                    param="stop_token_ids",
-                    code="invalid_value",
-                )
-
-    def _check_ids(self, token_ids: Sequence[int]) -> None:
-        wrong = [token for token in token_ids if not 0 <= token < self.engine.vocab_size]
-        if wrong:
-            text = f"token {wrong[0]} is outside the vocabulary of {self.engine.vocab_size}"
-            raise ApiError(400, text, code="invalid_value")
-
-    async def _in_thread(self, function: Callable[[], Result]) -> Result:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
 
 
 async def _all_or_none(submissions: Sequence[Any]) -> list[OutputStream]:

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eyas.kernels.triton_launch import launch_options, let_next_start, wait_for_inputs
+
 
 @triton.jit
 def _begin_kernel(
@@ -55,8 +57,11 @@ def _begin_kernel(
     CHAIN: tl.constexpr,
     N: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One program a beam; the first of a request also gathers what is the request's own."""
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     request, beam = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_B + request)
     length = tl.load(length_S + slot)
@@ -188,6 +193,7 @@ def begin(
         CHAIN=topk == 1,
         N=triton.next_power_of_2(num_nodes),
         BLOCK=1024,
+        **launch_options(),
     )
     return out
 
@@ -203,7 +209,10 @@ def _copy_rows_kernel(
     K_SIZE: tl.constexpr,
     V_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     entry, layer = tl.program_id(0), tl.program_id(1)
     source, destination = tl.load(source_T + entry), tl.load(destination_T + entry)
     if destination != trash_row:
@@ -239,6 +248,7 @@ def copy_rows(
         K_SIZE=sizes[0],
         V_SIZE=sizes[1],
         BLOCK=min(triton.next_power_of_2(max(sizes)), 2048),
+        **launch_options(),
     )
 
 
@@ -257,7 +267,10 @@ def _keep_hidden_kernel(
     rows_a_slot,
     hidden_size,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     request = row // rows_a_slot
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -308,5 +321,6 @@ def keep_hidden(
         num_rows // len(slots_B),
         hidden_size,
         BLOCK=1024,
+        **launch_options(),
     )
     return kept_BH

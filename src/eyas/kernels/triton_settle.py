@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eyas.kernels.reference import FINISH_LENGTH, FINISH_STOP
+from eyas.kernels.triton_launch import launch_options, let_next_start, wait_for_inputs
 from eyas.kernels.triton_numbers import noise_keys, uniform
 
 _STOP, _LENGTH = tl.constexpr(FINISH_STOP), tl.constexpr(FINISH_LENGTH)
@@ -129,7 +130,10 @@ def _settle_kernel(
     N: tl.constexpr,
     EP: tl.constexpr,
     M: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     request = tl.program_id(0)
     slot = tl.load(slots_B + request)
     length = tl.load(length_S + slot)
@@ -294,5 +298,6 @@ def settle(
         EP=triton.next_power_of_2(width),
         M=triton.next_power_of_2(slots.stop_ids_SM.shape[1]),
         num_warps=1,
+        **launch_options(),
     )
     return outcome

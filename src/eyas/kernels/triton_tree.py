@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eyas.kernels.triton_draft import Proposals, row_best, row_totals
+from eyas.kernels.triton_launch import launch_options, let_next_start, wait_for_inputs
 from eyas.kernels.triton_numbers import LOWEST_KEY, key_index, key_value, make_key
 
 
@@ -75,7 +76,10 @@ def _advance_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     LAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     request = tl.program_id(0)
     place = tl.arange(0, P)
     beam_inside = place < TOPK
@@ -184,6 +188,7 @@ def advance(
         ROWS=triton.next_power_of_2(num_draft_rows),
         BLOCK=1024,
         LAST=level == depth - 1,
+        **launch_options(),
     )
     return new, visible
 
@@ -205,7 +210,10 @@ def _finish_kernel(
     DEPTH: tl.constexpr,
     N: tl.constexpr,
     A: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     request = tl.program_id(0)
     node = tl.arange(0, N)
     candidate = tl.arange(0, A)
@@ -271,6 +279,7 @@ def finish(
         DEPTH=depth,
         N=triton.next_power_of_2(num_nodes),
         A=triton.next_power_of_2(num_candidates),
+        **launch_options(),
     )
     token_BN, parent_BN, depth_BN, position_BN = numbers
     return token_BN, parent_BN, depth_BN, position_BN, visible

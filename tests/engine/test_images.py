@@ -232,7 +232,10 @@ def test_the_caches_equal_a_fresh_prefill_after_every_round(shape: str) -> None:
             rows = [pages[i // pool.page_size] * pool.page_size + i % pool.page_size for i in index]
             first = NUM_RESERVED_PAGES * size
             torch.testing.assert_close(
-                pool.k_LRKD[:, rows], want.k_LRKD[:, first : first + length], atol=2e-4, rtol=1e-4
+                pool.k_LRKD[:, rows].cpu(),
+                want.k_LRKD[:, first : first + length],
+                atol=2e-4,
+                rtol=1e-4,
             )
         lengths.add(length)
     assert len(lengths) > 10

@@ -101,7 +101,7 @@ def wrap(folder: Path, *, in_memory: bool = False) -> None:
         "tie_word_embeddings": True,  # of the wrapper, as transformers' default has it
         "dtype": text.pop("dtype"),
         "text_config": text,
-        "vision_config": {"patch_size": 14},
+        "vision_config": None,  # so that images are not served
     }
     (folder / "config.json").write_text(json.dumps(data))
 

@@ -106,6 +106,23 @@ def test_closing_a_stream_frees_its_slot_and_pages() -> None:
     with_engine(test)
 
 
+def test_the_counters_are_right_after_the_last_request_was_left() -> None:
+    engine = make_engine(tiny_target())
+
+    async def test(running: AsyncEngine) -> None:
+        stream = await running.submit("a", [1], ENDLESS)
+        for _ in range(10):
+            await anext(stream)
+        stream.close()
+        await idle(running)
+        async with asyncio.timeout(10):
+            while running.counters != engine.stats.counters:
+                await asyncio.sleep(0.01)
+        assert running.counters.num_round_tokens >= 9
+
+    with_engine(test, engine)
+
+
 @pytest.mark.parametrize("seconds", [0, 0.001, 0.01])
 def test_giving_up_while_waiting_for_acceptance_is_an_abort(seconds: float) -> None:
     async def test(engine: AsyncEngine) -> None:

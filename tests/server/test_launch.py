@@ -10,13 +10,14 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from fixtures.served_engine import VOCAB, ThreadEngine, slow
 from fixtures.tiny import llama_config, make_engine, tiny_target
 
-from eyas.config import EngineConfig
+from eyas.config import ConfigError, EngineConfig
 from eyas.engine.engine import Engine
 from eyas.engine.engine_process import Loaded, Loader, LoadError
 from eyas.models.embedded import Progress
@@ -271,6 +272,16 @@ def test_a_folder_without_a_model_is_reported_in_full(
     assert serve(config, ServerSettings(port=0)) == 2
     assert "config.json" in caplog.text
     assert "the check failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"host": ""}, {"served_model_name": ""}, {"api_keys": ("",)}, {"api_keys": ("a ",)}],
+)
+def test_settings_that_cannot_be_meant(settings: dict[str, Any]) -> None:
+    """An empty host would open the server to every network, an empty key to everyone."""
+    with pytest.raises(ConfigError, match="--(host|served-model-name|api-key) "):
+        ServerSettings(**settings)
 
 
 def test_the_fingerprint_is_stable_and_tells_models_apart() -> None:

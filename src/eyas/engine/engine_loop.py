@@ -33,7 +33,7 @@ class EngineLoop:
     ) -> None:
         self._engine, self._commands, self._emit = engine, commands, emit
         self._status: EngineStatus | None = None
-        self._counters_sent = 0.0
+        self._counters_sent, self._counters_are_old = 0.0, False
 
     def run(self) -> Ended:
         """Serve; returns the last event, which has been emitted too."""
@@ -41,6 +41,7 @@ class EngineLoop:
             self._tell_status()
             while self._obey():
                 outputs = self._engine.step()
+                self._counters_are_old = True
                 self._tell(News(tuple(outputs), read_status(self._engine)))
             ended = Ended("the server is shutting down", is_death=False)
         except Exception as error:  # whatever it is, clients must hear of it
@@ -81,10 +82,10 @@ class EngineLoop:
     def _tell(self, news: News) -> None:
         now = time.monotonic()
         is_due = now - self._counters_sent > _COUNTERS_EVERY_SECONDS or not self._engine.has_work
-        if news.outputs and is_due:
-            self._counters_sent = now
+        if is_due and self._counters_are_old:
+            self._counters_sent, self._counters_are_old = now, False
             news = News(news.outputs, news.status, self._engine.stats.copy())
-        if news.outputs or news.status != self._status:
+        if news.outputs or news.counters is not None or news.status != self._status:
             self._status = news.status
             self._emit(news)
 

@@ -70,7 +70,9 @@ class AccessMiddleware:
         if not self._digests or path in OPEN_PATHS:
             return True
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = hashlib.sha256(key.strip().encode("latin-1")).digest()  # the bytes that were sent
+        given = hashlib.sha256(
+            key.strip(" \t").encode("latin-1")
+        ).digest()  # the bytes that were sent
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         return scheme.lower() == "bearer" and any(matches)
 

@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
-from eyas.config import EngineConfig
+from eyas.config import ConfigError, EngineConfig
 from eyas.engine.async_engine import EngineDeadError
 from eyas.engine.engine_process import EngineProcess, Loaded, LoadError
 from eyas.engine.serving_load import load_for_serving
@@ -62,7 +62,7 @@ class ServedEngine(EngineClient, Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """How the server answers. port 0 takes a free one, which the log names.
+    """How the server answers. port 0 takes a free one, which the log names. Raises ConfigError.
 
     served_model_name: what clients call the model; default config.model. api_keys: clients must
     bring one of them. drain_seconds: how long running requests have to end after a signal.
@@ -78,6 +78,16 @@ class ServerSettings:
     drain_seconds: float = DRAIN_SECONDS
     image_limits: ImageLimits = ImageLimits()
     allow_local_images: Path | None = None
+
+    def __post_init__(self) -> None:
+        if not self.host:  # to a socket it would mean every network
+            raise ConfigError("--host is empty: write 127.0.0.1, or 0.0.0.0 for every network")
+        if self.served_model_name == "":
+            raise ConfigError("--served-model-name is empty: give a name, or leave it out")
+        if any(not key or key != key.strip() for key in self.api_keys):
+            raise ConfigError(
+                "an --api-key is empty or has spaces around it: no client can send it"
+            )
 
 
 def serve(config: EngineConfig, settings: ServerSettings) -> int:

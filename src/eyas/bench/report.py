@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib
 import importlib.metadata
 import json
 import platform
@@ -26,8 +27,16 @@ def describe_machine(device: str) -> dict[str, Any]:
     if device == "cuda":
         machine["gpu"] = torch.cuda.get_device_name()
         machine["cuda"] = torch.version.cuda
-    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    versions = {name: _version(name) for name in _PACKAGES}
     return {"machine": machine, "versions": {"python": platform.python_version(), **versions}}
+
+
+def _version(name: str) -> str:
+    """Of an installed package, or of one that is run from its sources."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return str(importlib.import_module(name).__version__)
 
 
 def to_json(result: OfflineResult, *, command: str, date: datetime.datetime | None = None) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eyas.bench.results import OfflineResult
+from eyas.bench.serving_results import Percentiles, ServingResult
 from eyas.bench.shape_run import ShapeResult
 from eyas.types import EyasError
 
@@ -72,6 +73,42 @@ def plot_offline(result: OfflineResult, picture: Path) -> None:
     axes.legend(fontsize="small")
     axes.set_title(f"{result.dtype}, {result.device}")
     save(figure, picture)
+
+
+def plot_serving(result: ServingResult, picture: Path) -> None:
+    """Draw latencies and throughput over the arrival rate.
+
+    picture: a .png, .svg or .pdf file. Raises EyasError without matplotlib or where the file
+    cannot be written.
+    """
+    figure = new_figure(width=12, height=3.6)
+    first, between, requests = figure.subplots(1, 3)
+    rates = [rate.rate for rate in result.rates]
+    for axes, name, times in (
+        (first, "first token", [rate.first_token for rate in result.rates]),
+        (between, "between tokens", [rate.inter_token for rate in result.rates]),
+    ):
+        _plot_percentiles(axes, rates, times)
+        axes.set_ylabel(f"{name}, ms")
+    requests.plot(rates, rates, color="black", linestyle=":", label="asked")
+    done = [rate.requests_per_second for rate in result.rates]
+    requests.plot(rates, done, marker="o", label="done")
+    requests.plot(rates, [rate.goodput for rate in result.rates], marker="o", label="good")
+    requests.set_ylabel("requests a second")
+    for axes in (first, between, requests):
+        axes.set_xlabel("requests a second asked")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    figure.suptitle(result.model)
+    save(figure, picture)
+
+
+def _plot_percentiles(axes: Any, rates: list[float], times: list[Percentiles | None]) -> None:
+    found = [(rate, one) for rate, one in zip(rates, times, strict=True) if one is not None]
+    for name in ("p50", "p90", "p99"):
+        values = [1000 * getattr(one, name) for _, one in found]
+        axes.plot([rate for rate, _ in found], values, marker="o", label=name)
 
 
 def new_figure(*, width: float, height: float) -> Any:

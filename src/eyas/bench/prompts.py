@@ -114,7 +114,7 @@ def file_prompts(
     Raises EyasError on lines that are no prompts and when there are not enough of them.
     """
     prompts: list[list[int]] = []
-    for messages in _read_messages(path):
+    for messages in read_messages(path):
         prompt = cut(tokenizer, messages, num_tokens=num_tokens)
         if num_tokens is None or len(prompt) == num_tokens:
             prompts.append(prompt)
@@ -155,7 +155,8 @@ def cut(tokenizer: ChatTokenizer, messages: Messages, *, num_tokens: int | None)
     return prompt[: num_tokens - num_ending] + prompt[len(prompt) - num_ending :]
 
 
-def _read_messages(path: Path) -> list[Messages]:
+def read_messages(path: Path) -> list[Messages]:
+    """The conversations of a JSONL file. Raises EyasError on lines that are no prompts."""
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -155,7 +155,7 @@ def _offline_model(
         settings = OfflineSettings(engine=config, against_transformers=is_against, **given)
         result = run_offline(settings, progress=bars, on_run=bars.counter("running"))
     report.render(result, Console(highlight=False))
-    _write(json_file, lambda: report.to_json(result, command=shlex.join(sys.argv)))
+    write_json(json_file, lambda: report.to_json(result, command=shlex.join(sys.argv)))
     if plot is not None:
         from eyas.bench.plot import plot_offline
 
@@ -175,7 +175,7 @@ def _offline_shape(
         settings = ShapeSettings(engine=config, **given)
         result = run_shape(settings, on_run=bars.counter("running"))
     shape_report.render(result, Console(highlight=False))
-    _write(json_file, lambda: shape_report.to_json(result, command=shlex.join(sys.argv)))
+    write_json(json_file, lambda: shape_report.to_json(result, command=shlex.join(sys.argv)))
     if plot is not None:
         from eyas.bench.plot import plot_shape
 
@@ -189,7 +189,8 @@ def _refuse(given: Mapping[str, Any], names: tuple[str, ...], why: str) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {why}: leave it out")
 
 
-def _write(path: Path | None, make: Any) -> None:
+def write_json(path: Path | None, make: Callable[[], str]) -> None:
+    """Write a result's JSON where it was asked for. Raises EyasError where that cannot be."""
     if path is None:
         return
     try:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from eyas.cli import bench_serving  # noqa: F401  (adds its command to bench_app)
 from eyas.cli.bench import bench_app
 from eyas.cli.check import audit, check
 from eyas.cli.errors import EyasGroup

@@ -50,6 +50,9 @@ SURFACE = {
     "bench offline": ENGINE.replace("--max-batch-size ", "").replace(f"{CACHING} ", "")
     + f" {PROBE} --batch --prompt-tokens --new-tokens --prompts --random-prompts --num-prompts "
     "--against --repeats --threads --shape --profile/--no-profile --trace --plot --json",
+    "bench serving": "target serve_flags --rate --num-requests --max-tokens --temperature "
+    "--ignore-eos --prompts --seed --first-token-goal --inter-token-goal --served-model-name "
+    "--api-key --plot --json",
 }
 
 
@@ -126,6 +129,9 @@ def test_both_ways_to_start(command: list[str]) -> None:
         ("bench offline --shape tiny --new-tokens 3", "--new-tokens must be at least 16"),
         ("bench offline --shape tiny --no-profile --trace t", "leave --no-profile out"),
         ("bench offline x --trace t", "--trace needs --shape"),
+        ("bench serving http://127.0.0.1:1 --rate 0", "--rate must be above 0"),
+        ("bench serving http://127.0.0.1:1 -- --topk 2", "give a MODEL"),
+        ("bench serving http://127.0.0.1:1", "does not answer as a server"),
     ],
 )
 def test_mistakes_exit_with_1_and_say_what_to_write(arguments: str, message: str) -> None:

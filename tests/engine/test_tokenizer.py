@@ -29,9 +29,15 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return found
 
 
-def stream(tokenizer: Tokenizer, token_ids: Sequence[int], cuts: Sequence[int]) -> list[str]:
+def stream(
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    cuts: Sequence[int],
+    *,
+    after: Sequence[int] = (),
+) -> list[str]:
     """The pieces of a token list that comes in parts cut before the given positions."""
-    detokenizer = Detokenizer(tokenizer)
+    detokenizer = Detokenizer(tokenizer, after=after)
     bounds = [0, *sorted({cut for cut in cuts if 0 < cut < len(token_ids)}), len(token_ids)]
     pairs = list(zip(bounds, bounds[1:], strict=False))
     return [
@@ -48,6 +54,44 @@ CUTS = st.lists(st.integers(1, 80), max_size=40)
 @given(text=TEXTS, cuts=CUTS)
 def test_pieces_make_the_text(tokenizer: Tokenizer, text: str, cuts: list[int]) -> None:
     assert "".join(stream(tokenizer, tokenizer.encode(text), cuts)) == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=TEXTS.filter(lambda text: text and "\ufffd" not in text),
+    place=st.integers(1, 80),
+    cuts=CUTS,
+)
+def test_an_answer_goes_on_with_its_prompt(
+    tokenizer: Tokenizer, text: str, place: int, cuts: list[int]
+) -> None:
+    """Wherever the text is cut into prompt and answer, its first space included."""
+    tokens = tokenizer.encode(text)
+    prompt, answer = tokens[:place], tokens[place:]
+    start = tokenizer.decode(prompt)
+    whole = start + "".join(stream(tokenizer, answer, cuts, after=prompt))
+    if text.startswith(start):
+        # A lone space, which a decoder strips, leaves nothing to go on with.
+        assert whole == text or not tokenizer.decode(prompt[-1:])
+    else:  # the prompt ends in half a character: neither half is one
+        assert answer and "\ufffd" in whole
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    prompt=st.lists(st.sampled_from([0xF0, 0x9F, 0x98, 0x80, 0xFF, -1, -2, -3]), max_size=12),
+    picks=st.lists(st.sampled_from([0xF0, 0x9F, 0x98, 0x80, 0xFF, -1, -2, -3]), max_size=20),
+    cuts=CUTS,
+)
+def test_after_garbage_too_the_text_is_the_same_at_every_cut(
+    tokenizer: Tokenizer, prompt: list[int], picks: list[int], cuts: list[int]
+) -> None:
+    words = tokenizer.encode(f"a the{EOS}")
+    before, tokens = (
+        [words[p] if p < 0 else byte_token(tokenizer, p) for p in part] for part in (prompt, picks)
+    )
+    whole = "".join(stream(tokenizer, tokens, [], after=before))
+    assert "".join(stream(tokenizer, tokens, cuts, after=before)) == whole
 
 
 @settings(max_examples=300, deadline=None)

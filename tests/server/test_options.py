@@ -1,9 +1,11 @@
 """Sampling options, stop strings, echo and usage over HTTP, over a fake engine."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures.byte_tokenizers import write_byte_fallback
 from fixtures.fake_engine import FakeEngine, Item, says
 from fixtures.http_server import Server, events_of, texts_of
 from hypothesis import given, settings
@@ -162,6 +164,21 @@ def test_echo_begins_with_the_prompt(
             found = {c["index"]: c["text"] for c in response.json()["choices"]}
         expected = [text + "the end" for text in texts for _ in range(2)]
         assert found == dict(enumerate(expected))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_space_between_prompt_and_answer_stays(tmp_path: Path, stream: bool) -> None:
+    """Decoders of Llama 2's kind strip the first space of what they are given."""
+    tokenizer = Tokenizer(write_byte_fallback(tmp_path))
+    answer = tokenizer.encode("a the the")[-2:]
+    server = Server(FakeEngine(says(answer[:1], answer[1:])), tokenizer)
+    for echo in (False, True):
+        response = server.complete("a the", echo=echo, stream=stream)
+        if stream:
+            [text] = texts_of(events_of(response)).values()
+        else:
+            text = response.json()["choices"][0]["text"]
+        assert text == ("a the" if echo else "") + " the the"
 
 
 def test_half_a_character_in_the_prompt_does_not_spoil_the_answer(

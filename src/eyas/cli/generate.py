@@ -54,7 +54,7 @@ def _compare(llm: LLM, prompt_token_ids: list[int], params: SamplingParams) -> N
 
     llm.generate([prompt_token_ids], dataclasses.replace(params, max_tokens=2))  # warm up
     console = Console(highlight=False, soft_wrap=True)
-    detokenizer, lines = Detokenizer(llm.tokenizer), list[str]()
+    detokenizer, lines = Detokenizer(llm.tokenizer, after=prompt_token_ids), list[str]()
     answers: list[list[int]] = []
     for name, tree in (("with the draft", llm.engine.tree), ("without", PLAIN)):
         llm.engine.tree, clock, answer = tree, TokenClock(), list[int]()

@@ -134,7 +134,10 @@ class Engine:
         if params.stop:
             assert self.tokenizer is not None
             self._stop_text[request_id] = StopTextMatcher(
-                self.tokenizer, params.stop, min_tokens=params.min_tokens
+                self.tokenizer,
+                params.stop,
+                min_tokens=params.min_tokens,
+                after=request.prompt_token_ids,
             )
         self.scheduler.add(request)
 

@@ -115,8 +115,9 @@ class LLM:
         if params.n > 1:
             raise EyasError("stream gives one answer: use generate for n > 1")
         request_id = str(next(self._ids))
-        self._add(request_id, self._encode(prompt), params)
-        text = self._text(params)
+        encoded = self._encode(prompt)
+        self._add(request_id, encoded, params)
+        text = self._text(params, encoded.token_ids)
         try:
             while True:
                 for output in self._take([request_id]):
@@ -155,8 +156,9 @@ class LLM:
         self.engine.abort(request_id)
         self._told.pop(request_id, None)
 
-    def _text(self, params: SamplingParams) -> AnswerText:
-        return AnswerText(self.tokenizer, params.stop, stop_ids=self.engine.stop_ids(params))
+    def _text(self, params: SamplingParams, prompt: Sequence[int]) -> AnswerText:
+        stop_ids = self.engine.stop_ids(params)
+        return AnswerText(self.tokenizer, params.stop, stop_ids=stop_ids, after=prompt)
 
     def _encode(self, prompt: Prompt) -> EncodedPrompt:
         if isinstance(prompt, EncodedPrompt):
@@ -197,7 +199,9 @@ class LLM:
         assert step.finish_reason is not None
         return dataclasses.replace(
             output,
-            text=self._text(params).add(output.token_ids, step.finish_reason),
+            text=self._text(params, output.prompt_token_ids).add(
+                output.token_ids, step.finish_reason
+            ),
             finish_reason=step.finish_reason,
             num_rounds=step.num_rounds,
             num_round_tokens=step.num_round_tokens,

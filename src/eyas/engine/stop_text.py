@@ -15,10 +15,17 @@ def _earliest(text: str, stop: Sequence[str], known: int) -> int | None:
 
 
 class StopTextMatcher:
-    """Watches the text of one request for its stop strings."""
+    """Watches the text of one request for its stop strings. after: its prompt."""
 
-    def __init__(self, tokenizer: Decoder, stop: Sequence[str], *, min_tokens: int) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+    def __init__(
+        self,
+        tokenizer: Decoder,
+        stop: Sequence[str],
+        *,
+        min_tokens: int,
+        after: Sequence[int] = (),
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, after=after)
         self._stop, self._min_tokens = stop, min_tokens
         self._longest = max(len(s) for s in stop)
         self._tail, self._num_tokens = "", 0
@@ -45,11 +52,18 @@ class AnswerText:
 
     What may be the beginning of a stop string is kept back until more is known, so that a stream
     never shows one. The whole text does not depend on how the tokens were cut into calls.
-    stop_ids: all tokens that end the request (Engine.stop_ids).
+    stop_ids: all tokens that end the request (EngineInfo.stop_ids). after: the prompt.
     """
 
-    def __init__(self, tokenizer: Decoder, stop: Sequence[str], *, stop_ids: Sequence[int]) -> None:
-        self._detokenizer, self._held = Detokenizer(tokenizer), ""
+    def __init__(
+        self,
+        tokenizer: Decoder,
+        stop: Sequence[str],
+        *,
+        stop_ids: Sequence[int],
+        after: Sequence[int] = (),
+    ) -> None:
+        self._detokenizer, self._held = Detokenizer(tokenizer, after=after), ""
         self._stop, self._stop_ids = stop, frozenset(stop_ids)
 
     def add(self, token_ids: Sequence[int], finish_reason: FinishReason | None = None) -> str:

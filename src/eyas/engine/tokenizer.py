@@ -17,6 +17,7 @@ _REPLACEMENT = "\ufffd"
 _MAX_UNFINISHED = 3  # bytes of a character whose last byte is missing
 _TEMPLATE_INPUTS = {"messages", "self"}  # beside the parameters of apply_chat_template
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+_MAX_CONTEXT = 8  # prompt tokens that are looked at for the end of its text
 _MAX_HELD = 16  # tokens; more than that are no unfinished character but a run of wrong bytes
 
 
@@ -147,15 +148,30 @@ class Detokenizer:
     """Decodes a growing token list; holds back bytes that are not a whole character yet.
 
     The text of a token depends on its neighbours (spaces, byte tokens), so each piece is what
-    tokens add to the text of some already shown tokens before them. The whole text is a function
-    of the token list alone: it does not depend on how the list was cut into calls.
+    tokens add to the text of some already shown tokens before them. The whole text does not depend
+    on how the list was cut into calls.
+
+    after: tokens of which the list is the continuation: a decoder that strips the first space of a
+    text shall leave that of an answer.
     """
 
-    def __init__(self, tokenizer: Decoder) -> None:
+    def __init__(self, tokenizer: Decoder, *, after: Sequence[int] = ()) -> None:
         self._decode = tokenizer.decode
-        self._window: list[int] = []  # shown tokens for context, then held ones
-        self._num_shown = 0  # the window's first tokens, whose text was returned
-        self._shown_text = ""  # their text
+        self._window = self._context(after)  # shown tokens for context, then held ones
+        self._num_shown = len(self._window)  # the window's first tokens, whose text was returned
+        self._shown_text = self._decode(self._window) if self._window else ""  # their text
+
+    def _context(self, tokens: Sequence[int]) -> list[int]:
+        """The last tokens that are whole characters, none after a special token: that is where a
+        text begins."""
+        for number in range(1, min(len(tokens), _MAX_CONTEXT) + 1):
+            context = list(tokens[-number:])
+            text = self._decode(context)
+            if not text:
+                break
+            if _REPLACEMENT not in text:
+                return context
+        return []
 
     def add(self, token_ids: Sequence[int], *, is_last: bool = False) -> str:
         """New text; with is_last also what was held back (an unfinished character as U+FFFD)."""

@@ -70,9 +70,8 @@ class AccessMiddleware:
         if not self._digests or path in OPEN_PATHS:
             return True
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = hashlib.sha256(
-            key.strip(" \t").encode("latin-1")
-        ).digest()  # the bytes that were sent
+        sent = key.strip(" \t").encode("latin-1")  # the bytes as they came
+        given = hashlib.sha256(sent).digest()
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         return scheme.lower() == "bearer" and any(matches)
 

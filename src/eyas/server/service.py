@@ -49,6 +49,7 @@ class Answer:
 
     stream: OutputStream
     params: SamplingParams
+    prompt_token_ids: Sequence[int]
     prompt_index: int
     prompt_text: str = ""
 
@@ -69,8 +70,10 @@ class _Choice:
         self.num_cached_tokens = 0
         self._vocab_size, self._start = engine.info.vocab_size, answer.prompt_text
         stop_ids = engine.info.stop_ids(answer.params)
-        self._text = AnswerText(tokenizer, answer.params.stop, stop_ids=stop_ids)
-        self._logprobs = LogprobTexts(tokenizer, texts, start=len(answer.prompt_text))
+        prompt, stop = answer.prompt_token_ids, answer.params.stop
+        self._text = AnswerText(tokenizer, stop, stop_ids=stop_ids, after=prompt)
+        start = len(answer.prompt_text)
+        self._logprobs = LogprobTexts(tokenizer, texts, start=start, after=prompt)
 
     def decode(self, output: StepOutput) -> Piece:
         """Raises RequestFailedError if the engine gave the request up or said what is no token."""
@@ -226,8 +229,8 @@ class Service:
             ]
         )
         answers = [
-            Answer(stream, one, number, echo[number] if echo else "")
-            for stream, (number, _, one) in zip(streams, wanted, strict=True)
+            Answer(stream, one, prompt, number, echo[number] if echo else "")
+            for stream, (number, prompt, one) in zip(streams, wanted, strict=True)
         ]
         return Generation(
             answers,

@@ -55,10 +55,16 @@ class TokenTexts:
 
 
 class LogprobTexts:
-    """Shows the log-probabilities of one answer, in order; start: where its own text begins."""
+    """Shows the log-probabilities of one answer, in order.
 
-    def __init__(self, tokenizer: Tokenizer, texts: TokenTexts, *, start: int) -> None:
-        self._detokenizer, self._texts, self._offset = Detokenizer(tokenizer), texts, start
+    start: where its own text begins. after: its prompt.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, texts: TokenTexts, *, start: int, after: Sequence[int]
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, after=after)
+        self._texts, self._offset = texts, start
 
     def add(self, logprobs: Sequence[TokenLogprob]) -> tuple[ShownLogprob, ...]:
         """The next tokens. Whatever the calls, the offsets are the same."""

@@ -230,6 +230,25 @@ def test_messages_as_templates_want_them() -> None:
 
 
 @pytest.mark.parametrize(
+    ("parts", "text"),
+    [
+        ([{"type": "text", "text": "a", "cache_control": {}}], "part 0: cache_control is not"),
+        ([{"type": "text", "text": "a"}] * 5000, "5000 parts, at most 4096"),
+        ([{"type": "text"}], "part 0 is neither"),
+        ([["text"]], "part 0 is neither"),
+    ],
+)
+def test_parts_are_not_silently_cut(parts: list[Any], text: str) -> None:
+    error = refusal(chat, messages=[{"role": "user", "content": parts}])
+    assert error.param == "messages[0].content" and text in error.message
+
+
+def test_nulls_beside_a_text_pass() -> None:
+    part = {"type": "text", "text": "a", "cache_control": None}
+    assert chat(messages=[{"role": "user", "content": [part]}]).messages[0].content == "a"
+
+
+@pytest.mark.parametrize(
     "body",
     [
         b"",

@@ -8,6 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, PlainValidator, WithJsonSchema, model_validator
 
+from eyas.server.errors import shortened
+
+MAX_PARTS = 4096
 # Fields of a message that other servers return; clients send them back empty.
 _MESSAGE_EMPTY = {
     "annotations",
@@ -71,6 +74,8 @@ def _read_content(content: Any) -> str | list[str | ImageUrl]:
         return content
     if not isinstance(content, list):
         raise ValueError("must be a text or a list of parts")
+    if len(content) > MAX_PARTS:
+        raise ValueError(f"{len(content)} parts, at most {MAX_PARTS} in one message")
     parts = [_read_part(index, part) for index, part in enumerate(content)]
     texts = [part for part in parts if isinstance(part, str)]
     return "".join(texts) if len(texts) == len(parts) else parts
@@ -78,6 +83,9 @@ def _read_content(content: Any) -> str | list[str | ImageUrl]:
 
 def _read_part(index: int, part: Any) -> str | ImageUrl:
     kind = part.get("type") if isinstance(part, dict) else None
+    for name in part if kind in ("text", "image_url") else ():
+        if name not in ("type", kind) and part[name] is not None:
+            raise ValueError(f"part {index}: {shortened(name)} is not supported beside {kind}")
     if kind == "text" and isinstance(part.get("text"), str):
         text: str = part["text"]
         return text

@@ -28,7 +28,7 @@ from eyas.cache.pool import KVPool
 from eyas.config import PLAIN, TreeShape
 from eyas.contract.attention import KVLayout
 from eyas.contract.draft import DraftOutput
-from eyas.contract.target import TargetOutput
+from eyas.contract.target import LocalLogits, TargetOutput
 from eyas.kernels import SamplingMode, triton_draft, triton_sampling
 from eyas.speculative.proposer import Proposer
 from eyas.speculative.round import RoundRunner
@@ -65,9 +65,8 @@ class Models:
         self.draft_logits_TV = self.logits_TV[:, self.target_ids_V].contiguous()
         if varied:  # the target's favourites can be drafted
             self.logits_TV[:, self.target_ids_V] += 3
-            self.draft_logits_TV = (
-                self.logits_TV[:, self.target_ids_V] + random(64, DRAFT_VOCAB) / 8
-            )
+            kept_TV = self.logits_TV[:, self.target_ids_V].float()  # fp32: without ties
+            self.draft_logits_TV = kept_TV + torch.randn_like(kept_TV) / 8
         self.hidden_TH, self.features_TF = random(num_rows, HIDDEN), random(num_rows, 3 * HIDDEN)
 
     def _row(self, tokens_T: Tensor) -> Tensor:
@@ -146,7 +145,10 @@ def make_runner(
         write_kv=lambda *arguments: None,
         target_ids_V=models.target_ids_V,
     )
-    target: Any = SimpleNamespace(forward=models.target, compute_logits=models.compute_logits)
+    target: Any = SimpleNamespace(
+        forward=models.target,
+        compute_local_logits=lambda hidden: LocalLogits(models.compute_logits(hidden)),
+    )
     proposer = Proposer(draft, backend, state, num_pages=NUM_PAGES)
     acceptance = SimulatedAcceptance((RATE,) * shape.depth, device=DEVICE) if simulated else None
     runner = RoundRunner(
@@ -258,7 +260,7 @@ def time_kernels(batch: int) -> dict[str, float]:
     start = steps.begin(slots_B, CHAIN)
     tree = steps.grow(start, CHAIN, mode=noisy, proposer=proposer).finish()
     position_T = tree.positions(start.length_B).reshape(-1)
-    logits_TV = runner.target.compute_logits(position_T)
+    logits = runner.target.compute_local_logits(position_T)
     draft_logits = proposer.draft.forward(slots_B, *[slots_B] * 3, None).logits_TV  # type: ignore
     chosen_T = tree.token_BN.reshape(-1).clone()
     arguments: dict[str, Any] = {
@@ -283,8 +285,8 @@ def time_kernels(batch: int) -> dict[str, float]:
         "propose 1 greedy": lambda: propose(1, False),
         "propose 1 sampled": lambda: propose(1, True),
         "propose 8 sampled": lambda: propose(8, True),
-        "choose greedy": lambda: steps.choose(logits_TV, slots_B, position_T, tree, SamplingMode()),
-        "choose sampled": lambda: steps.choose(logits_TV, slots_B, position_T, tree, noisy),
+        "choose greedy": lambda: steps.choose(logits, slots_B, position_T, tree, SamplingMode()),
+        "choose sampled": lambda: steps.choose(logits, slots_B, position_T, tree, noisy),
         "settle": lambda: steps.settle(start, tree, chosen_T, **arguments),
         "copy rows": lambda: pool.copy_rows(settled.source_T, settled.destination_T),
         "keep hidden": lambda: steps.keep(hidden_TH, settled.entries, proposer.page_end_PH),

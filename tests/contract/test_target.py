@@ -32,6 +32,7 @@ MEMBERS = (
     "set_eagle3_layers_to_capture",
     "forward",
     "compute_logits",
+    "compute_local_logits",
 )
 
 

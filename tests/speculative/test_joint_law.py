@@ -91,10 +91,10 @@ def test_any_proposal_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def anything(
-        self: Proposer, logits_TV: Tensor, slots_T: Tensor, position_T: Tensor, **_: object
+        self: Proposer, logits: object, slots_T: Tensor, position_T: Tensor, **_: object
     ) -> tuple[Tensor, Tensor]:
-        order = torch.rand(len(logits_TV), V, generator=generator).argsort(1)[:, :2]
-        score = -torch.rand(len(logits_TV), 2, generator=generator)
+        order = torch.rand(len(slots_T), V, generator=generator).argsort(1)[:, :2]
+        score = -torch.rand(len(slots_T), 2, generator=generator)
         return order, score.sort(dim=1, descending=True).values
 
     plain, _ = first_tokens(EVERYTHING, PLAIN, num_steps=6, seeds=torch.arange(2000))

@@ -12,14 +12,22 @@ from typing import Protocol
 from torch import Tensor
 
 from eyas.contract.attention import Attention, KVLayout
+from eyas.contract.target import LocalLogits, Vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
 class DraftOutput:
-    """logits_TV over the draft vocabulary; hidden_TH is what the next step feeds back."""
+    """logits_TV over the draft vocabulary; hidden_TH is what the next step feeds back. part: of
+    which draft ids the logits are, where several ranks share them; None: of all."""
 
     logits_TV: Tensor
     hidden_TH: Tensor
+    part: Vocabulary | None = None
+
+    @property
+    def logits(self) -> LocalLogits:
+        """The logits with their part."""
+        return LocalLogits(self.logits_TV, self.part)
 
 
 class Draft(Protocol):

@@ -40,6 +40,44 @@ class GivenRows:
     embed_NH: Tensor
 
 
+class Vocabulary(Protocol):
+    """Which ids a rank's logits are of, where several ranks share a vocabulary."""
+
+    @property
+    def first(self) -> int:
+        """The first id."""
+
+    @property
+    def size(self) -> int:
+        """How many; the last ranks may have fewer than the others, or none."""
+
+    @property
+    def widest(self) -> int:
+        """How many the first rank has."""
+
+    def gather(self, logits_TV: Tensor) -> Tensor:
+        """Logits of all ids [T, full], the same bytes on every rank."""
+
+    def join(self, x_TC: Tensor) -> Tensor:
+        """The ranks' tensors of one shape side by side, the same bytes on every rank."""
+
+
+class LocalLogits:
+    """Logits [T, V] of a rank's ids. part: which these are; None: all."""
+
+    def __init__(self, logits_TV: Tensor, part: Vocabulary | None = None) -> None:
+        self.logits_TV, self.part = logits_TV, part
+        self._whole_TV = logits_TV if part is None else None
+
+    @property
+    def whole_TV(self) -> Tensor:
+        """Logits of all ids, gathered when first asked for; every rank must ask for them."""
+        if self._whole_TV is None:
+            assert self.part is not None
+            self._whole_TV = self.part.gather(self.logits_TV)
+        return self._whole_TV
+
+
 class Target(Protocol):
     """The interface of a target model."""
 
@@ -64,7 +102,7 @@ class Target(Protocol):
         """Boundaries that the next forward captures, ascending."""
 
     def get_embed_and_head(self) -> tuple[Tensor, Tensor]:
-        """(embedding [V, H], head [V, H]); shared, not copied."""
+        """(embedding [V, H], head [V, H]), of this rank's ids; shared, not copied."""
 
     def set_embed_and_head(self, embed_VH: Tensor, head_VH: Tensor) -> None:
         """Replace embedding and head. Raises EyasError if a shape differs."""
@@ -84,6 +122,9 @@ class Target(Protocol):
 
     def compute_logits(self, hidden_TH: Tensor) -> Tensor:
         """Logits [T, V] of final-normed hidden states."""
+
+    def compute_local_logits(self, hidden_TH: Tensor) -> LocalLogits:
+        """The same, of this rank's ids alone: what is chosen is settled between the ranks (D12)."""
 
 
 def interface_members(interface: type) -> tuple[str, ...]:

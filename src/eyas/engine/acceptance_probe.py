@@ -220,7 +220,7 @@ def _score(
         )
         wanted_T = draft_id_T[start + 1 : end + 1]
         known_T = wanted_T >= 0
-        logits_TV, wanted_T = output.logits_TV[known_T].float(), wanted_T[known_T]
+        logits_TV, wanted_T = output.logits.whole_TV[known_T].float(), wanted_T[known_T]
         hits.append(logits_TV.argmax(-1) == wanted_T)
         log_probs.append(logits_TV.gather(1, wanted_T[:, None])[:, 0] - logits_TV.logsumexp(-1))
     return BoundaryScore(boundaries, torch.cat(hits).cpu(), torch.cat(log_probs).cpu())

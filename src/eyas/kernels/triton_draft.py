@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eyas.contract.target import Vocabulary
+from eyas.kernels.triton_launch import launch_options, let_next_start, wait_for_inputs
 from eyas.kernels.triton_numbers import (
     LOWEST_KEY,
     gumbel,
@@ -61,10 +63,14 @@ def _propose_kernel(
     peak_TC,
     total_TC,
     vocab_size,
+    first,
     TOPK: tl.constexpr,
     NOISE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     row, block = tl.program_id(0), tl.program_id(1)
     number = block * BLOCK + tl.arange(0, BLOCK)
     inside = number < vocab_size
@@ -76,10 +82,10 @@ def _propose_kernel(
         if temperature > 0:
             # The pair at position t proposes the token of position t + 2.
             key_a, key_b = noise_keys(tl.load(seed_S + slot), tl.load(position_T + row) + 2)
-            token = tl.load(target_id_V + number, mask=inside, other=0)
+            token = tl.load(target_id_V + first + number, mask=inside, other=0)
             score = tl.div_rn(score, temperature) + gumbel(key_a, key_b, token)
     cell = row * tl.num_programs(1) + block
-    key = tl.where(inside, make_key(score, number), LOWEST_KEY)
+    key = tl.where(inside, make_key(score, number + first), LOWEST_KEY)
     for place in range(TOPK):
         best = tl.max(key, axis=0)
         tl.store(key_TCK + cell * TOPK + place, best)
@@ -102,11 +108,13 @@ def propose(
     seed_S: Tensor,
     topk: int,
     noise: bool,
+    part: Vocabulary | None = None,
 ) -> Proposals:
-    """Candidates of each row by block. position_T: the rows' own (rotary) positions."""
+    """Candidates of each row by block. position_T: the rows' own (rotary) positions. part: of which
+    draft ids the logits are, where ranks share them; the blocks of all ranks are gathered then."""
     (num_rows, vocab_size), device = logits_TV.shape, logits_TV.device
     block = block_size(num_rows)
-    num_blocks = triton.cdiv(vocab_size, block)
+    num_blocks = triton.cdiv(vocab_size if part is None else part.widest, block)
     key_TCK = torch.empty(num_rows, num_blocks, topk, dtype=torch.int64, device=device)
     peak_TC = torch.empty(num_rows, num_blocks, device=device)
     total_TC = torch.empty(num_rows, num_blocks, device=device)
@@ -122,10 +130,16 @@ def propose(
         peak_TC,
         total_TC,
         vocab_size,
+        0 if part is None else part.first,
         TOPK=topk,
         NOISE=noise,
         BLOCK=block,
+        **launch_options(),
     )
+    if part is not None:
+        key_TCK = part.join(key_TCK.flatten(1)).view(num_rows, -1, topk)
+        if topk > 1:
+            peak_TC, total_TC = part.join(peak_TC), part.join(total_TC)
     return Proposals(key_TCK, peak_TC, total_TC)
 
 
@@ -194,7 +208,10 @@ def _first_level_kernel(
     KEYS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     slot = tl.load(slots_B + row)
     if tl.program_id(1) == 0:
@@ -249,6 +266,7 @@ def store_first_level(
         KEYS=triton.next_power_of_2(proposals.num_keys),
         BLOCKS=triton.next_power_of_2(num_blocks),
         BLOCK=1024,
+        **launch_options(),
     )
 
 
@@ -262,7 +280,10 @@ def _chain_kernel(
     num_nodes,
     column,
     BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     block = tl.arange(0, BLOCKS)
     key = tl.load(key_TC + row * num_blocks + block, mask=block < num_blocks, other=LOWEST_KEY)
@@ -288,5 +309,6 @@ def extend_chain(
         column,
         BLOCKS=triton.next_power_of_2(num_blocks),
         num_warps=1,
+        **launch_options(),
     )
     return next_B

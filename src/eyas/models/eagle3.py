@@ -25,7 +25,7 @@ from eyas.models.latent import LatentAttention, latent_layout
 from eyas.models.layers import GatedMLP, RMSNorm, RotaryEmbedding, SelfAttention
 from eyas.models.linear import Linear
 from eyas.models.residual import Stream, norm_linear, use_as
-from eyas.models.sharding import WHOLE, Parallel, VocabularyEmbedding, gather_logits
+from eyas.models.sharding import WHOLE, Parallel, VocabularyEmbedding
 from eyas.types import EyasError
 
 
@@ -304,8 +304,8 @@ class Eagle3Draft(nn.Module):
             logits_TV = self.lm_head(feedback_TH)
         else:
             feedback_TH, logits_TV = norm_linear(self.norm, self.lm_head, stream)
-        shard = self.parallel.vocabulary(self.draft_vocab_size)
-        return DraftOutput(gather_logits(logits_TV, shard, self.parallel.group), feedback_TH)
+        part = self.parallel.vocabulary_part(self.draft_vocab_size)
+        return DraftOutput(logits_TV, feedback_TH, part)
 
 
 def _norm(norm: RMSNorm) -> Norm:

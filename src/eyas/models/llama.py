@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from eyas.contract.attention import Attention, KVLayout
-from eyas.contract.target import GivenRows, TargetOutput
+from eyas.contract.target import GivenRows, LocalLogits, TargetOutput
 from eyas.models.config import ModelConfig
 from eyas.models.layers import GatedMLP, RMSNorm, RotaryEmbedding, SelfAttention
 from eyas.models.linear import Linear
 from eyas.models.residual import Stream, advance, use_as
-from eyas.models.sharding import WHOLE, Parallel, VocabularyEmbedding, gather_logits
+from eyas.models.sharding import WHOLE, Parallel, VocabularyEmbedding
 from eyas.types import EyasError
 
 
@@ -229,5 +229,9 @@ class LlamaForCausalLM(nn.Module):
 
     def compute_logits(self, hidden_TH: Tensor) -> Tensor:
         """Logits [T, V] of final-normed hidden states."""
-        shard = self.parallel.vocabulary(self.config.vocab_size)
-        return gather_logits(self.lm_head(hidden_TH), shard, self.parallel.group)
+        return self.compute_local_logits(hidden_TH).whole_TV
+
+    def compute_local_logits(self, hidden_TH: Tensor) -> LocalLogits:
+        """The same, of this rank's ids alone."""
+        part = self.parallel.vocabulary_part(self.config.vocab_size)
+        return LocalLogits(self.lm_head(hidden_TH), part)

@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from eyas.comm.group import ALONE, Group
+from eyas.comm.vocabulary import VocabularyPart
 from eyas.models.config import ModelConfig, QuantConfig, QuantizedPart
 
 
@@ -126,6 +126,11 @@ class Parallel:
         part = -(-size // self.group.size)
         start = min(self.group.rank * part, size)
         return Shard(start, min(part, size - start), size)
+
+    def vocabulary_part(self, size: int) -> VocabularyPart | None:
+        """Whose logits a head's are; None where each rank has all."""
+        shard = self.vocabulary(size)
+        return None if shard.is_whole else VocabularyPart(*shard, self.group)
 
     def attention(self, config: ModelConfig) -> HeadShards:
         """Heads of a rank, with the key/value heads that they read: one such head stands on
@@ -255,12 +260,3 @@ class VocabularyEmbedding(nn.Embedding):
             return self.group.all_reduce(zeros)
         rows_TH = super().forward(torch.where(is_here_T, local_T, 0))
         return self.group.all_reduce(rows_TH.masked_fill(~is_here_T[..., None], 0))
-
-
-def gather_logits(logits_TV: Tensor, shard: Shard, group: Group) -> Tensor:
-    """Each rank's part of the logits -> all of them [T, V], the same bytes on every rank."""
-    if group.size == 1 or shard.is_whole:
-        return logits_TV
-    part = -(-shard.full // group.size)
-    padded = F.pad(logits_TV, (0, part - shard.size), value=float("-inf"))
-    return group.all_gather(padded)[..., : shard.full]

@@ -14,8 +14,10 @@ from torch import Tensor
 from eyas import kernels
 from eyas.config import TreeShape
 from eyas.contract.draft import Draft
+from eyas.contract.target import LocalLogits
 from eyas.kernels import SamplingMode
 from eyas.speculative.backend import Backend
+from eyas.speculative.parts import best_of_parts, top_of_parts
 from eyas.speculative.state import SlotState
 from eyas.speculative.steps import (
     Entries,
@@ -85,13 +87,12 @@ class Proposer:
         if pairs is None:
             table_BP = self.state.page_table_SP.index_select(0, slots_B)
             pairs = gather_pairs(self.state, slots_B, table_BP)
-        own = torch.ones(len(slots_B), 1, 1, dtype=torch.bool, device=slots_B.device)
         plan = self.backend.plan_tree(
             page_table_BP=pairs.page_table_BP,
             slots_B=slots_B,
             first_index=1,
             end_index_B=pairs.length_B,
-            visible_BQN=own,
+            visible_BQN=pairs.own_B11,
             first_node=0,
             max_kv_len=max_kv_len,
         )
@@ -100,7 +101,7 @@ class Proposer:
 
     def propose(
         self,
-        logits_TV: Tensor,
+        logits: LocalLogits,
         slots_T: Tensor,
         position_T: Tensor,
         *,
@@ -109,15 +110,24 @@ class Proposer:
     ) -> tuple[Tensor, Tensor]:
         """topk candidates a row as target ids, and their scores: log-softmax of the draft's
         logits with the target's noise added where the request samples (D9)."""
-        target_id_V = self.draft.target_ids_V
-        scores_TV = logits_TV.float()
+        target_id_V, part = self.draft.target_ids_V, logits.part
+        own_id_V = target_id_V
+        if part is not None:
+            own_id_V = target_id_V[part.first : part.first + part.size]
+        scores_TV = logits.logits_TV.float()
         if mode.noise:
             temperature_T1 = self.state.temperature_S.index_select(0, slots_T)[:, None]
             noise_TV = kernels.gumbel_noise(
-                self.state.seed_S.index_select(0, slots_T), position_T, target_id_V
+                self.state.seed_S.index_select(0, slots_T), position_T, own_id_V
             )
             warm_TV = scores_TV / torch.where(temperature_T1 > 0, temperature_T1, 1.0) + noise_TV
             scores_TV = torch.where(temperature_T1 > 0, warm_TV, scores_TV)
+        if part is not None and topk == 1:
+            best_T1 = best_of_parts(scores_TV, part)[:, None]
+            return target_id_V[best_T1], torch.zeros_like(best_T1, dtype=torch.float32)
+        if part is not None:
+            log_prob_TK, best_TK = top_of_parts(scores_TV, part, topk)
+            return target_id_V[best_TK], log_prob_TK
         if topk == 1:  # nothing is ranked against anything: no softmax needed
             best_T1 = scores_TV.argmax(-1, keepdim=True)
             return target_id_V[best_T1], torch.zeros_like(best_T1, dtype=torch.float32)

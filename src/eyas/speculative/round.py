@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eyas import kernels
 from eyas.config import TreeShape
-from eyas.contract.target import GivenRows, Target
+from eyas.contract.target import GivenRows, LocalLogits, Target
 from eyas.kernels import SamplingMode
 from eyas.speculative.backend import Backend
 from eyas.speculative.proposer import Proposer
@@ -171,8 +171,8 @@ class RoundRunner:
         )
         position_T = tree.positions(start.length_B).reshape(-1)
         output = self.target.forward(tree.token_BN.reshape(-1), position_T, plan)
-        logits_TV = self.target.compute_logits(output.hidden_TH)
-        chosen_T = steps.choose(logits_TV, slots_B, position_T, tree, mode)
+        logits = self.target.compute_local_logits(output.hidden_TH)
+        chosen_T = steps.choose(logits, slots_B, position_T, tree, mode)
         settled = steps.settle(
             start,
             tree,
@@ -198,7 +198,7 @@ class RoundRunner:
                     pairs=steps.last_pairs(start, settled, hidden_BH),
                 )
         self._ended("draft")
-        return _with_logprobs(settled.packed, logits_TV, settled.row_T, settled.emitted_BE, mode)
+        return _with_logprobs(settled.packed, logits, settled.row_T, settled.emitted_BE, mode)
 
     def prefill(
         self,
@@ -222,8 +222,8 @@ class RoundRunner:
             device=state.device,
         )
         output = self.target.forward(inputs.tokens_T, inputs.position_T, plan, given)
-        logits_BV = self.target.compute_logits(output.hidden_TH.index_select(0, last_B))
-        chosen_B = self.steps.choose_first(logits_BV, slots_B, end_B, mode)
+        logits = self.target.compute_local_logits(output.hidden_TH.index_select(0, last_B))
+        chosen_B = self.steps.choose_first(logits, slots_B, end_B, mode)
         final_B = inputs.final_B != 0
         next_B = torch.where(final_B, chosen_B, inputs.known_B)
         state.length_S.index_copy_(0, slots_B, end_B)
@@ -249,7 +249,7 @@ class RoundRunner:
         extra = torch.stack((num_emitted_B, finish_B, num_accepted_B), dim=1)
         packed = torch.cat((next_B[:, None], extra), dim=1)
         rows_B = torch.arange(len(chunks), device=state.device)
-        return _with_logprobs(packed, logits_BV, rows_B, next_B[:, None], mode)
+        return _with_logprobs(packed, logits, rows_B, next_B[:, None], mode)
 
     def _ended(self, part: str) -> None:
         if self.on_part is not None:
@@ -267,13 +267,13 @@ class RoundRunner:
 
 
 def _with_logprobs(
-    packed: Tensor, logits_TV: Tensor, row_T: Tensor, emitted_BE: Tensor, mode: SamplingMode
+    packed: Tensor, logits: LocalLogits, row_T: Tensor, emitted_BE: Tensor, mode: SamplingMode
 ) -> RoundOutput:
     """Add log-probabilities of the emitted tokens, from the rows that chose them."""
     if mode.num_logprobs is None:
         return RoundOutput(packed)
     ids, values = kernels.token_logprobs(
-        logits_TV.index_select(0, row_T), emitted_BE.reshape(-1), mode.num_logprobs
+        logits.whole_TV.index_select(0, row_T), emitted_BE.reshape(-1), mode.num_logprobs
     )
     shape = (*emitted_BE.shape, ids.shape[1])
     return RoundOutput(packed, ids.view(shape), values.view(shape))

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from eyas import kernels
+from eyas.contract.target import LocalLogits
 from eyas.kernels import SamplingMode
+from eyas.speculative.parts import best_of_parts
 from eyas.speculative.state import SlotState
 from eyas.speculative.tree import Tree
 
@@ -60,6 +62,32 @@ class Sampler:
         if mode.truncate:
             logits_TV = self._truncate(logits_TV, temperature_T, slots_T)
         return kernels.choose_tokens(logits_TV, temperature_T, noise_TV)
+
+    def choose_of(
+        self,
+        logits: LocalLogits,
+        slots_T: Tensor,
+        position_T: Tensor,
+        *,
+        mode: SamplingMode,
+        tree: Tree | None = None,
+    ) -> Tensor:
+        """As `choose`, of logits that ranks may share: all of them are gathered only where a
+        request needs more than the best one."""
+        part = logits.part
+        if part is None or mode.penalize or mode.bias or mode.truncate:
+            return self.choose(logits.whole_TV, slots_T, position_T, mode=mode, tree=tree)
+        scores_TV = logits.logits_TV
+        if mode.noise:
+            state = self.state
+            token_V = torch.arange(part.first, part.first + part.size, device=scores_TV.device)
+            noise_TV = kernels.gumbel_noise(
+                state.seed_S.index_select(0, slots_T), position_T, token_V
+            )
+            temperature_T1 = state.temperature_S.index_select(0, slots_T)[:, None]
+            warm_TV = scores_TV.float() / torch.where(temperature_T1 > 0, temperature_T1, 1.0)
+            scores_TV = torch.where(temperature_T1 > 0, warm_TV + noise_TV, warm_TV)
+        return best_of_parts(scores_TV, part)
 
     def _bias(self, logits_TV: Tensor, slots_T: Tensor, tree: Tree | None) -> Tensor:
         """logit_bias, and -inf on the stop tokens of rows before min_tokens."""

@@ -19,6 +19,7 @@ from eyas import kernels
 from eyas.cache.pool import TRASH_PAGE
 from eyas.config import TreeShape
 from eyas.contract.draft import DraftOutput
+from eyas.contract.target import LocalLogits
 from eyas.kernels import SamplingMode
 from eyas.speculative.backend import Backend, Pool
 from eyas.speculative.sampler import Sampler
@@ -93,7 +94,8 @@ class Entries:
 @dataclasses.dataclass(frozen=True)
 class LastPairs:
     """Each slot's last pair, the row that `Proposer.prime` runs: (pending token, s of the last
-    committed token) at position_B; length_B tokens are committed."""
+    committed token) at position_B; length_B tokens are committed. own_B11: bool, all True: the
+    row sees itself."""
 
     slots_B: Tensor
     token_B: Tensor
@@ -101,6 +103,7 @@ class LastPairs:
     position_B: Tensor
     length_B: Tensor
     page_table_BP: Tensor
+    own_B11: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,12 +138,17 @@ class Steps(Protocol):
         """Trees of at least one level, from the first-level candidates."""
 
     def choose(
-        self, logits_TV: Tensor, slots_B: Tensor, position_T: Tensor, tree: Tree, mode: SamplingMode
+        self,
+        logits: LocalLogits,
+        slots_B: Tensor,
+        position_T: Tensor,
+        tree: Tree,
+        mode: SamplingMode,
     ) -> Tensor:
         """The target's token at each node, int64 [B * N]; position_T: the nodes' own."""
 
     def choose_first(
-        self, logits_BV: Tensor, slots_B: Tensor, end_B: Tensor, mode: SamplingMode
+        self, logits: LocalLogits, slots_B: Tensor, end_B: Tensor, mode: SamplingMode
     ) -> Tensor:
         """The token after each prompt, int64 [B], of position end_B."""
 
@@ -193,6 +201,7 @@ def gather_pairs(state: SlotState, slots_B: Tensor, page_table_BP: Tensor) -> La
         position_B=(length_B - 1).clamp(min=0),
         length_B=length_B,
         page_table_BP=page_table_BP,
+        own_B11=torch.ones(len(slots_B), 1, 1, dtype=torch.bool, device=slots_B.device),
     )
 
 

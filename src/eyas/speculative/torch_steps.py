@@ -17,6 +17,7 @@ from torch import Tensor
 from eyas import kernels
 from eyas.config import TreeShape
 from eyas.contract.draft import DraftOutput
+from eyas.contract.target import LocalLogits
 from eyas.kernels import SamplingMode
 from eyas.speculative.backend import Backend
 from eyas.speculative.sampler import Sampler
@@ -77,7 +78,7 @@ class TorchGrowth:
         """As Growth."""
         topk = self._shape.topk
         token_TK, score_TK = self._proposer.propose(
-            output.logits_TV, self.slots_T, self.position_T + 2, topk=topk, mode=self._mode
+            output.logits, self.slots_T, self.position_T + 2, topk=topk, mode=self._mode
         )
         hidden_BKH = self._builder.advance(
             token_TK.view(-1, topk, topk),
@@ -121,18 +122,23 @@ class TorchSteps:
         return TorchGrowth(self.state, start, shape, mode=mode, proposer=proposer)
 
     def choose(
-        self, logits_TV: Tensor, slots_B: Tensor, position_T: Tensor, tree: Tree, mode: SamplingMode
+        self,
+        logits: LocalLogits,
+        slots_B: Tensor,
+        position_T: Tensor,
+        tree: Tree,
+        mode: SamplingMode,
     ) -> Tensor:
         """As Steps."""
         num_nodes = tree.token_BN.shape[1]
         slots_T = slots_B[:, None].expand(-1, num_nodes).reshape(-1)
-        return self.sampler.choose(logits_TV, slots_T, position_T + 1, mode=mode, tree=tree)
+        return self.sampler.choose_of(logits, slots_T, position_T + 1, mode=mode, tree=tree)
 
     def choose_first(
-        self, logits_BV: Tensor, slots_B: Tensor, end_B: Tensor, mode: SamplingMode
+        self, logits: LocalLogits, slots_B: Tensor, end_B: Tensor, mode: SamplingMode
     ) -> Tensor:
         """As Steps."""
-        return self.sampler.choose(logits_BV, slots_B, end_B, mode=mode)
+        return self.sampler.choose_of(logits, slots_B, end_B, mode=mode)
 
     def settle(
         self,
@@ -238,7 +244,7 @@ class TorchSteps:
         state, slots_B = self.state, pairs.slots_B
         topk = state.candidate_token_SK.shape[1]
         token_BK, score_BK = proposer.propose(
-            output.logits_TV, slots_B, pairs.length_B + 1, topk=topk, mode=mode
+            output.logits, slots_B, pairs.length_B + 1, topk=topk, mode=mode
         )
         state.draft_hidden_SH.index_copy_(0, slots_B, output.hidden_TH)
         state.candidate_token_SK.index_copy_(0, slots_B, token_BK)

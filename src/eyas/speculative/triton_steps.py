@@ -1,7 +1,7 @@
 """The steps of a round in Triton: a launch or two each, so that a captured round is all models.
 
-What few requests need and much data hides (penalties, log-probabilities) stays with the sampler's
-torch operations, as does what the kernels do not serve: fp64, and more than MAX_TOPK candidates.
+Log-probabilities stay torch operations, as does what the kernels do not serve: logits in fp64, and
+more than MAX_TOPK candidates.
 
 Shape suffixes as in `steps`.
 """
@@ -19,7 +19,16 @@ from torch import Tensor
 from eyas.cache.pool import TRASH_PAGE
 from eyas.config import TreeShape
 from eyas.contract.draft import DraftOutput
-from eyas.kernels import SamplingMode, triton_draft, triton_round, triton_sampling, triton_settle
+from eyas.contract.target import LocalLogits
+from eyas.kernels import (
+    SamplingMode,
+    triton_draft,
+    triton_process,
+    triton_round,
+    triton_sampling,
+    triton_settle,
+    triton_truncate,
+)
 from eyas.speculative.backend import Backend
 from eyas.speculative.simulate import SimulatedAcceptance
 from eyas.speculative.state import SlotState
@@ -124,6 +133,7 @@ class TritonSteps:
             slots_T,
             position_T,
             proposer.draft.target_ids_V,
+            part=output.part,
             temperature_S=self.state.temperature_S,
             seed_S=self.state.seed_S,
             topk=topk,
@@ -131,44 +141,68 @@ class TritonSteps:
         )
 
     def choose(
-        self, logits_TV: Tensor, slots_B: Tensor, position_T: Tensor, tree: Tree, mode: SamplingMode
+        self,
+        logits: LocalLogits,
+        slots_B: Tensor,
+        position_T: Tensor,
+        tree: Tree,
+        mode: SamplingMode,
     ) -> Tensor:
         """As Steps."""
-        if not self._serves(logits_TV, mode):
-            return self._torch.choose(logits_TV, slots_B, position_T, tree, mode)
-        return self._choose(logits_TV, slots_B, position_T, offset=1, mode=mode)
+        if logits.logits_TV.dtype not in triton_sampling.FLOATS:
+            return self._torch.choose(logits, slots_B, position_T, tree, mode)
+        return self._choose(logits, slots_B, position_T, offset=1, mode=mode, tree=tree)
 
     def choose_first(
-        self, logits_BV: Tensor, slots_B: Tensor, end_B: Tensor, mode: SamplingMode
+        self, logits: LocalLogits, slots_B: Tensor, end_B: Tensor, mode: SamplingMode
     ) -> Tensor:
         """As Steps."""
-        if not self._serves(logits_BV, mode):
-            return self._torch.choose_first(logits_BV, slots_B, end_B, mode)
-        return self._choose(logits_BV, slots_B, end_B, offset=0, mode=mode)
-
-    def _serves(self, logits_TV: Tensor, mode: SamplingMode) -> bool:
-        unserved = mode.penalize or mode.bias or mode.truncate
-        return logits_TV.dtype in triton_sampling.FLOATS and not unserved
+        if logits.logits_TV.dtype not in triton_sampling.FLOATS:
+            return self._torch.choose_first(logits, slots_B, end_B, mode)
+        return self._choose(logits, slots_B, end_B, offset=0, mode=mode, tree=None)
 
     def _choose(
         self,
-        logits_TV: Tensor,
+        logits: LocalLogits,
         slots_B: Tensor,
         position_T: Tensor,
         *,
         offset: int,
         mode: SamplingMode,
+        tree: Tree | None,
     ) -> Tensor:
-        state = self.state
+        state, logits_TV, part, bounds = self.state, logits.logits_TV, logits.part, None
+        if mode.penalize or mode.bias or mode.truncate:  # these need every id's logit
+            logits_TV, part = logits.whole_TV, None
+        if mode.penalize or mode.bias:
+            nodes = None if tree is None else (tree.token_BN, tree.depth_BN, tree.visible_BNN)
+            logits_TV = triton_process.process(
+                triton_process.ProcessorTensors.of(state),
+                logits_TV,
+                slots_B,
+                penalize=mode.penalize,
+                bias=mode.bias,
+                tree=nodes,
+            )
+        if mode.truncate:
+            bounds = triton_truncate.truncation_bounds(
+                logits_TV,
+                slots_B,
+                temperature_S=state.temperature_S,
+                top_k_S=state.top_k_S,
+                top_p_S=state.top_p_S,
+            )
         return triton_sampling.choose(
             logits_TV,
             slots_B,
             position_T,
+            part=part,
             offset=offset,
             temperature_S=state.temperature_S,
             seed_S=state.seed_S,
             min_p_S=state.min_p_S,
             noise=mode.noise,
+            bounds=bounds,
         )
 
     def settle(
@@ -251,6 +285,7 @@ class TritonSteps:
             position_B=outcome.last_position_B,
             length_B=outcome.length_B,
             page_table_BP=start.page_table_BP,
+            own_B11=self.ones(len(start.slots_B), 1, 1),
         )
 
     def first_level(

@@ -1,6 +1,6 @@
 """Fuzz a server of a random model from its own OpenAPI document; any 5xx fails (exit code 1).
 
-Needs schemathesis (`pip install schemathesis`).
+Needs the dev extra (schemathesis).
 
     python scripts/fuzz_server.py [--seconds 300]
 """
@@ -29,7 +29,7 @@ def main() -> int:
     arguments = parser.parse_args()
     command = shutil.which("schemathesis")
     if command is None:
-        raise SystemExit("schemathesis is not installed: pip install schemathesis")
+        raise SystemExit("schemathesis is not installed: pip install -e .[dev]")
     deadline = time.monotonic() + arguments.seconds
     num_rounds = 0
     with tempfile.TemporaryDirectory() as folder:

@@ -3,9 +3,8 @@
 import json
 import warnings
 from collections.abc import Callable
-from typing import Any
 
-import pytest
+import schemathesis
 from fixtures.fake_engine import FakeEngine, says
 from fixtures.http_server import Server
 from hypothesis import HealthCheck, given, settings
@@ -40,7 +39,6 @@ def test_the_document_tells_every_route_and_field() -> None:
 
 
 def test_made_up_requests_are_answered_or_refused(make_server: Callable[..., Server]) -> None:
-    schemathesis: Any = pytest.importorskip("schemathesis")
     server = make_server(FakeEngine(says([0], [1, 2])))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,5 +1,7 @@
 """The floor of a round, against figures worked out by hand."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ COST = RoundCost(
     draft_bytes=200,
     draft_kv_bytes=1,
     dtype_bytes=2,
+    draft_dtype_bytes=2,
 )
 CHAIN = TreeShape(3, 1, 4)
 
@@ -47,6 +50,13 @@ def test_a_tree_drafts_more_rows() -> None:
     assert floor.num_flops == 64 * 1000 + 6 * 60 + (2 + 16) * 200
 
 
+def test_a_wider_draft_has_fewer_numbers_a_byte() -> None:
+    wide = dataclasses.replace(COST, draft_dtype_bytes=4)
+    floors = [c.floor(CHAIN, batch_size=1, context_tokens=0, ceilings=RATES) for c in (COST, wide)]
+    assert floors[0].num_bytes == floors[1].num_bytes
+    assert floors[0].num_flops - floors[1].num_flops == (4 * 60 + 3 * 200) / 2
+
+
 def test_without_a_draft_nothing_is_added() -> None:
     alone = RoundCost(
         target_bytes=1000,
@@ -55,6 +65,7 @@ def test_without_a_draft_nothing_is_added() -> None:
         draft_bytes=0,
         draft_kv_bytes=0,
         dtype_bytes=2,
+        draft_dtype_bytes=2,
     )
     floors = [c.floor(PLAIN, batch_size=4, context_tokens=9, ceilings=RATES) for c in (alone, COST)]
     assert floors[0] == floors[1]

@@ -98,7 +98,7 @@ def with_traces(result: ShapeResult) -> ShapeResult:
         gap_ms=0.125,
         num_kernels=231,
         host_waits={"cudaStreamSynchronize": 4},
-        result_waits=100,
+        other_waits={"cudaEventSynchronize": 100},
         pageable_copies=2,
         kernels=(KernelTime("k" * 200, 64, 812.0),),
     )

@@ -49,7 +49,7 @@ def cost_of(report: CheckReport) -> RoundCost:
         report.draft,
         weight_bytes=(report.plan.target_weight_bytes, report.plan.draft_weight_bytes),
         layouts=(target.kv_layout, draft.kv_layout),
-        dtype_bytes=2,
+        dtypes=(dtype, dtype),
     )
 
 
@@ -90,6 +90,26 @@ def test_a_draft_needs_something_to_read(tmp_path: Path) -> None:
         checked(str(path), tmp_path / "out")
     report = checked(str(path), tmp_path / "plain", draft="none")
     assert report.draft is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quantization_config": {"quant_method": "fp8"}},
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+        },
+    ],
+)
+def test_floors_are_of_dense_plain_models(tmp_path: Path, changes: dict[str, object]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SHAPES["tiny"] | changes))
+    with pytest.raises(EyasError, match="take a dense model in plain weights"):
+        checked(str(path), tmp_path / "out")
 
 
 @pytest.mark.parametrize(("num_layers", "expected"), [(2, (0, 1, 2)), (8, (2, 4, 5))])

@@ -73,7 +73,7 @@ def test_parts_need_their_markers() -> None:
 def test_waits_are_told_apart() -> None:
     events = rounds(6)
     result = looked_at(events)
-    assert (result.host_waits, result.result_waits) == ({}, 6)
+    assert (result.host_waits, result.other_waits) == ({}, {"cudaEventSynchronize": 6})
     events.append(event("cudaStreamSynchronize", "cuda_runtime", 3 * PERIOD + 10, 5))
     events.append(event("cudaMemcpy", "cuda_runtime", 4 * PERIOD + 10, 5))
     assert looked_at(events).host_waits == {"cudaMemcpy": 1, "cudaStreamSynchronize": 1}
@@ -86,6 +86,16 @@ def test_pageable_copies_are_counted() -> None:
     name = "Memcpy HtoD (Pageable -> Device)"
     events.append(event(name, "gpu_memcpy", start + PERIOD + 1, 2, correlation=555))
     assert looked_at(events).pageable_copies == 1
+
+
+def test_work_of_others_between_rounds_is_no_idle_time() -> None:
+    events = rounds(6)
+    for number in range(6):  # a copy launched outside of a round
+        start = (number + 1) * PERIOD
+        events.append(event("Memcpy HtoD", "gpu_memcpy", start + 850, 50, correlation=77))
+    result = looked_at(events)
+    assert (result.between_ms, result.gap_ms) == pytest.approx((0.15, 0.02))
+    assert result.round_ms == pytest.approx(1.0)
 
 
 def test_overlapping_kernels_count_once() -> None:

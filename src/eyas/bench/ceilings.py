@@ -71,7 +71,7 @@ class Floor:
 class RoundCost:
     """Bytes of a pair of models. target_bytes: linears and head; fc_bytes: the projection of the
     captured features; draft_bytes: the draft's layer and head, read once a draft step; the others
-    are keys and values of one token."""
+    are keys and values of one token, and bytes an element."""
 
     target_bytes: int
     target_kv_bytes: int
@@ -79,6 +79,7 @@ class RoundCost:
     draft_bytes: int
     draft_kv_bytes: int
     dtype_bytes: int
+    draft_dtype_bytes: int
 
     def floor(
         self, tree: TreeShape, *, batch_size: int, context_tokens: float, ceilings: Ceilings
@@ -88,18 +89,19 @@ class RoundCost:
         Weights cost their bytes at the read rate, or their operations at the product rate where
         that is more; keys and values come on top.
         """
-        parts = [(self.target_bytes, batch_size * tree.num_nodes)]
+        size, draft_size = self.dtype_bytes, self.draft_dtype_bytes
+        parts = [(self.target_bytes, size, batch_size * tree.num_nodes)]
         kv_bytes = self.target_kv_bytes
         if self.fc_bytes and tree.depth:
-            parts.append((self.fc_bytes, batch_size * (tree.depth + 1)))
-            parts.append((self.draft_bytes, batch_size))  # the first level
-            parts += [(self.draft_bytes, batch_size * tree.topk)] * (tree.depth - 1)
+            parts.append((self.fc_bytes, draft_size, batch_size * (tree.depth + 1)))
+            parts.append((self.draft_bytes, draft_size, batch_size))  # the first level
+            parts += [(self.draft_bytes, draft_size, batch_size * tree.topk)] * (tree.depth - 1)
             kv_bytes += self.draft_kv_bytes * tree.depth
         read_bytes = kv_bytes * batch_size * context_tokens
         seconds = read_bytes / ceilings.read_rate
         num_flops = 0.0
-        for weight_bytes, num_rows in parts:
-            flops = 2 * num_rows * weight_bytes / self.dtype_bytes
+        for weight_bytes, element_bytes, num_rows in parts:
+            flops = 2 * num_rows * weight_bytes / element_bytes
             read_bytes, num_flops = read_bytes + weight_bytes, num_flops + flops
             seconds += max(weight_bytes / ceilings.read_rate, flops / ceilings.product_rate)
         return Floor(read_bytes, num_flops, seconds)
@@ -111,24 +113,26 @@ def round_cost(
     *,
     weight_bytes: tuple[int, int],
     layouts: tuple[KVLayout, KVLayout | None],
-    dtype_bytes: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
 ) -> RoundCost:
     """Of target and draft, whose weights take `weight_bytes` (embeddings included)."""
+    size, draft_size = (dtype.itemsize for dtype in dtypes)
     plain = read_cost(
-        target, target_weight_bytes=weight_bytes[0], layout=layouts[0], dtype_bytes=dtype_bytes
+        target, target_weight_bytes=weight_bytes[0], layout=layouts[0], dtype_bytes=size
     )
     fc_bytes = draft_bytes = draft_kv_bytes = 0
     if draft is not None and layouts[1] is not None:
         decoder = draft.decoder
-        fc_bytes = draft.num_features * decoder.hidden_size * dtype_bytes
-        embedding = draft.decoder.vocab_size * decoder.hidden_size if draft.has_embedding else 0
-        draft_bytes = weight_bytes[1] - fc_bytes - embedding * dtype_bytes
-        draft_kv_bytes = layouts[1].elements_per_token * dtype_bytes
+        fc_bytes = draft.num_features * decoder.hidden_size * draft_size
+        embedding = decoder.vocab_size * decoder.hidden_size if draft.has_embedding else 0
+        draft_bytes = weight_bytes[1] - fc_bytes - embedding * draft_size
+        draft_kv_bytes = layouts[1].elements_per_token * draft_size
     return RoundCost(
         target_bytes=plain.weight_bytes,
         target_kv_bytes=plain.kv_bytes_per_token,
         fc_bytes=fc_bytes,
         draft_bytes=draft_bytes,
         draft_kv_bytes=draft_kv_bytes,
-        dtype_bytes=dtype_bytes,
+        dtype_bytes=size,
+        draft_dtype_bytes=draft_size,
     )

@@ -133,13 +133,16 @@ def _render_kernels(times: ShapeTimes, trace: TraceResult, console: Console) -> 
         name = kernel.name if len(kernel.name) < 90 else f"{kernel.name[:87]}..."
         table.add_row(f"{kernel.microseconds:.0f}", f"{kernel.calls:.0f}", name)
     console.print(table)
-    waits = ", ".join(f"{name} {count}" for name, count in trace.host_waits.items()) or "none"
     console.print(
-        f"  host waits inside the launches of {trace.num_rounds} rounds: {waits}; for results, "
-        f"between launches: {trace.result_waits}",
+        f"  calls that wait for the device in {trace.num_rounds} rounds: inside launches "
+        f"{_counts(trace.host_waits)}; between them {_counts(trace.other_waits)}",
         soft_wrap=True,
         highlight=False,
     )
+
+
+def _counts(calls: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(calls.items())) or "none"
 
 
 def _ms(value: float | None) -> str:

@@ -22,7 +22,7 @@ from eyas.bench.prompts import random_prompts
 from eyas.bench.results import Spread
 from eyas.bench.rounds import Batch, RoundSample
 from eyas.bench.shapes import write_shape
-from eyas.bench.trace import TraceResult, analyse, read_trace
+from eyas.bench.trace import NUM_SKIPPED, TraceResult, analyse, read_trace
 from eyas.config import ConfigError, EngineConfig, TreeShape
 from eyas.engine.check import run_check
 from eyas.engine.check_report import CheckReport
@@ -30,7 +30,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.load import build_engine, random_models
 from eyas.engine.stats import shape_name
 
-NUM_PROFILED = 100  # rounds
+NUM_PROFILED = NUM_SKIPPED + 101  # rounds; the last one ends the time of a hundred
 _PROFILE_WARM_UP = 8
 _MAX_CHUNK_TOKENS = 16384  # of all prompts together, which are to be prefilled at once
 
@@ -212,7 +212,7 @@ class _ShapeBench:
             report.draft,
             weight_bytes=(report.plan.target_weight_bytes, report.plan.draft_weight_bytes),
             layouts=(self.models.target.kv_layout, draft.kv_layout if draft else None),  # type: ignore[arg-type]
-            dtype_bytes=self.models.dtype.itemsize,
+            dtypes=(self.models.dtype, self.models.draft_dtype),
         )
 
     def _engine(self, config: EngineConfig, report: CheckReport) -> Engine:

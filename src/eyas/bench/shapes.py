@@ -118,9 +118,14 @@ def write_shape(config: EngineConfig, folder: Path) -> EngineConfig:
     target_folder = folder / "target"
     target_folder.mkdir(parents=True)
     (target_folder / "config.json").write_text(_target_json(config.model))
+    target = read_target_config(target_folder)
+    if target.experts is not None or target.quantization is not None:
+        raise EyasError(
+            f"{config.model} has experts or quantized weights: what its rounds must read depends "
+            "on more than its shape; take a dense model in plain weights"
+        )
     if config.draft_name is None:
         return dataclasses.replace(config, model=str(target_folder), draft=None)
-    target = read_target_config(target_folder)
     if target.num_layers < 2 or target.latent is not None:
         raise EyasError(
             f"{config.model} has no draft of this kind (it needs two layers and grouped-query "

@@ -10,6 +10,7 @@ import bisect
 import dataclasses
 import gzip
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 ROUND = "eyas round"  # the annotation around a round's launch
 MARKER = "spin_kernel"  # at the end of each part of a round
 _PARTS = ("draft", "verify", "draft")  # in the order of their markers
-_NUM_SKIPPED = 2  # rounds at the start, before which the device had nothing to do
+NUM_SKIPPED = 2  # rounds at the start, before which the device had nothing to do
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _ON_HOST = ("cuda_runtime", "cuda_driver")
 # Calls that return only when the device has done something.
@@ -48,12 +49,13 @@ class TraceResult:
     """Means over the rounds looked at, in milliseconds, as they ran under the profiler (which
     slows them down).
 
-    round_ms: from one round's first kernel to the next one's. draft_ms, verify_ms: spans on the
-    device, gaps inside included; copy_ms: after them, the copy of results. between_ms: in which
-    the device did nothing from a round's end to the next one's start; gap_ms: in which it did
-    nothing inside a round. host_waits: calls inside a round's launch that wait for the device, by
-    name, over all rounds; result_waits: such calls between launches. pageable_copies: copies from
-    or to memory that is not pinned, inside launches. kernels: the longest.
+    round_ms: from one round's first kernel to the next one's. part_ms: spans on the device of
+    "draft", "verify" and "copy" (of results), gaps inside included; empty where the parts were not
+    marked. between_ms: in which the device did nothing from a round's end to the next one's start;
+    gap_ms: in which it did nothing inside a round. num_kernels: of a round. host_waits: calls
+    inside a round's launch that wait for the device, by name, over all rounds; other_waits: such
+    calls between launches (one a round waits for results). pageable_copies: copies from or to
+    memory that is not pinned, inside launches. kernels: the longest.
     """
 
     num_rounds: int
@@ -63,7 +65,7 @@ class TraceResult:
     gap_ms: float
     num_kernels: float
     host_waits: dict[str, int]
-    result_waits: int
+    other_waits: dict[str, int]
     pageable_copies: int
     kernels: tuple[KernelTime, ...]
 
@@ -101,22 +103,21 @@ def analyse(events: Iterable[dict[str, Any]]) -> TraceResult | None:
         return number if number >= 0 and time <= rounds[number][1] else None
 
     launched = {e["args"]["correlation"]: round_of(e["ts"]) for e in calls if _correlated(e)}
+    on_device = sorted((e for e in whole if e.get("cat") in _ON_DEVICE), key=lambda e: e["ts"])
     by_round: dict[int, list[dict[str, Any]]] = {}
-    for event in whole:
-        if event.get("cat") in _ON_DEVICE and _correlated(event):
-            number = launched.get(event["args"]["correlation"])
-            if number is not None:
-                by_round.setdefault(number, []).append(event)
-    numbers = sorted(by_round)[_NUM_SKIPPED:]
+    for event in on_device:
+        number = launched.get(event["args"]["correlation"]) if _correlated(event) else None
+        if number is not None:
+            by_round.setdefault(number, []).append(event)
+    numbers = sorted(by_round)[NUM_SKIPPED:]
     if len(numbers) < 2:
         return None
-    waits = [(e["name"], round_of(e["ts"])) for e in calls if e["name"] in _WAITS]
-    inside = [name for name, number in waits if number is not None]
-    work = [sorted(by_round[number], key=lambda e: e["ts"]) for number in numbers]
+    waits = [(e["name"], round_of(e["ts"]) is None) for e in calls if e["name"] in _WAITS]
     return _summarise(
-        work,
-        host_waits={name: inside.count(name) for name in sorted(set(inside))},
-        result_waits=len(waits) - len(inside),
+        [by_round[number] for number in numbers],
+        on_device,
+        host_waits=dict(Counter(name for name, is_between in waits if not is_between)),
+        other_waits=dict(Counter(name for name, is_between in waits if is_between)),
     )
 
 
@@ -125,20 +126,25 @@ def _correlated(event: dict[str, Any]) -> bool:
 
 
 def _summarise(
-    work: Sequence[list[dict[str, Any]]], *, host_waits: dict[str, int], result_waits: int
+    work: Sequence[list[dict[str, Any]]],
+    on_device: Sequence[dict[str, Any]],
+    *,
+    host_waits: dict[str, int],
+    other_waits: dict[str, int],
 ) -> TraceResult:
-    """work: by round, in order, what ran on the device, in order. The last round ends the time."""
+    """work: by round, what it ran on the device; on_device: all that ran there; both in order. The
+    last round ends the time."""
     begins = [events[0]["ts"] for events in work]
     ends = [max(e["ts"] + e["dur"] for e in events) for events in work]
     count = len(work) - 1
     counted = work[:-1]
     spans: dict[str, float] = {}
-    busy = between = 0.0
     for number, events in enumerate(counted):
         for part, span in _part_spans(events, ends[number]):
             spans[part] = spans.get(part, 0.0) + span
-        busy += _covered(events)
-        between += max(0.0, begins[number + 1] - ends[number])
+    busy = _Busy(on_device)
+    idle = sum(busy.idle(start, end) for start, end in zip(begins, begins[1:], strict=False))
+    between = sum(busy.idle(end, start) for end, start in zip(ends, begins[1:], strict=False))
     whole = begins[-1] - begins[0]
     per_round = 1 / (1000 * count)  # microseconds of all rounds to milliseconds of one
     kernels = [e for events in counted for e in events if e["cat"] == "kernel"]
@@ -149,10 +155,10 @@ def _summarise(
         round_ms=whole * per_round,
         part_ms={part: span * per_round for part, span in spans.items()},
         between_ms=between * per_round,
-        gap_ms=max(whole - busy - between, 0.0) * per_round,
+        gap_ms=(idle - between) * per_round,
         num_kernels=len(kernels) / count,
         host_waits=host_waits,
-        result_waits=result_waits,
+        other_waits=other_waits,
         pageable_copies=sum(e["cat"] == "gpu_memcpy" for e in copies),
         kernels=_longest(kernels, count),
     )
@@ -169,14 +175,30 @@ def _part_spans(events: Sequence[dict[str, Any]], end: float) -> Iterable[tuple[
         yield part, stop - start
 
 
-def _covered(events: Sequence[dict[str, Any]]) -> float:
-    """Microseconds in which at least one of the events runs. events: by their start."""
-    total, last = 0.0, float("-inf")
-    for event in events:
-        start, end = max(event["ts"], last), event["ts"] + event["dur"]
-        total += max(0.0, end - start)
-        last = max(last, end)
-    return total
+class _Busy:
+    """When the device ran something. events: in the order of their starts."""
+
+    def __init__(self, events: Sequence[dict[str, Any]]) -> None:
+        self._starts: list[float] = []
+        self._ends: list[float] = []
+        for event in events:
+            start, end = event["ts"], event["ts"] + event["dur"]
+            if self._ends and start <= self._ends[-1]:
+                self._ends[-1] = max(self._ends[-1], end)
+            else:
+                self._starts.append(start)
+                self._ends.append(end)
+
+    def idle(self, start: float, end: float) -> float:
+        """Microseconds from start to end in which nothing ran."""
+        if end <= start:
+            return 0.0
+        first = bisect.bisect_right(self._ends, start)
+        last = bisect.bisect_left(self._starts, end)
+        covered = sum(
+            min(self._ends[i], end) - max(self._starts[i], start) for i in range(first, last)
+        )
+        return end - start - covered
 
 
 def _longest(kernels: Sequence[dict[str, Any]], num_rounds: int) -> tuple[KernelTime, ...]:

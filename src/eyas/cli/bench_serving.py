@@ -33,6 +33,10 @@ Rate = Annotated[
 ]
 FirstTokenGoal = Annotated[float, typer.Option(help="Seconds, for goodput.")]
 InterTokenGoal = Annotated[float, typer.Option(help="Seconds a token on average, for goodput.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(help="That the server wants.", envvar="EYAS_API_KEY", show_envvar=True),
+]
 
 
 @bench_app.command()
@@ -54,7 +58,7 @@ def serving(
     served_model_name: Annotated[
         str | None, typer.Option(help="As the server calls the model (default: it is asked).")
     ] = None,
-    api_key: Annotated[str | None, typer.Option(help="That the server wants.")] = None,
+    api_key: ApiKey = None,
     plot: Plot = None,
     json_file: JsonFile = None,
 ) -> int:
@@ -81,7 +85,7 @@ def serving(
             seed=seed,
             goals=Goals(first_token_goal, inter_token_goal),
             model=served_model_name,
-            api_key=api_key,
+            api_key=api_key.split()[0] if api_key else None,  # `serve` takes several
         )
         url = target
         if not is_url:

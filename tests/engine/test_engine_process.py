@@ -56,6 +56,18 @@ async def tokens_of(stream: RequestStream) -> list[int]:
     return [token async for output in stream for token in output.new_token_ids]
 
 
+def test_forwarded_log_lines_are_plain() -> None:
+    """Not with a level and a name before them, which the parent adds in its own format."""
+    code = (
+        "import logging; from eyas.engine.engine_process import ForwardLogs\n"
+        "class Port:\n    def send(self, event): print(event.logger, event.level, event.text)\n"
+        "logging.basicConfig(level=20, handlers=[ForwardLogs(Port())], force=True)\n"
+        "logging.getLogger('a.b').info('read %d', 3)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "a.b 20 read 3\n"
+
+
 def test_it_serves_what_the_engine_says_and_leaves_no_process(folder: Path) -> None:
     prompts = random_prompts([3, 20, 40], vocab_size=VOCAB)
     local = make_engine(tiny_target(llama_config(vocab_size=VOCAB)))

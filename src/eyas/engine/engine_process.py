@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import multiprocessing
 import os
@@ -224,6 +225,7 @@ class ForwardLogs(logging.Handler):
 
     def __init__(self, port: Port) -> None:
         super().__init__()
+        self.setFormatter(logging.Formatter("%(message)s"))
         self._port = port
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -245,9 +247,16 @@ def _main(connection: Connection[Any, Any], load: Loader, log_level: int) -> Non
         port.send(_failure(error))
         os._exit(1)
     port.send(loaded)
+    engine.worker.on_failure(functools.partial(_die, port))
     ended = EngineLoop(engine, commands, port.send).run()
     # Not the usual exit: it would wait for threads and destructors of a broken device.
     os._exit(1 if ended.is_death else 0)
+
+
+def _die(port: Port, report: str) -> None:
+    """Another rank has failed, and this process may wait for it for ever."""
+    port.send(Ended(report.partition("\n")[0], is_death=True, details=report))
+    os._exit(1)
 
 
 def _failure(error: BaseException) -> LoadFailed:

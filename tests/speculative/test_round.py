@@ -35,7 +35,7 @@ def started(w: World) -> tuple[Engine, Worker]:
         request.num_unread = 60
         engine.scheduler.grow(request)
         assert request.slot is not None
-        engine.worker.set_pages(request.slot, request.pages)
+        engine.worker.set_pages({request.slot: request.pages})
     return engine, engine.worker
 
 

@@ -84,13 +84,13 @@ def test_nothing_of_the_former_request_is_left() -> None:
         repetition_penalty=3.0, min_tokens=5, logit_bias={1: 9.0, 4: 2.0}, speculation=False,
     )  # fmt: skip
     used.admit(1, settings(everything, stop_ids=range(MAX_STOP_IDS), output_token_ids=[1]))
-    used.set_pages(1, [5, 6, 7, 8, 9])
+    used.set_pages({1: [5, 6, 7, 8, 9]})
     used.active_S[1], used.length_S[1] = True, 7
     used.release(1)
     assert not used.active_S[1]
     for made in (used, new):
         made.admit(1, settings())
-        made.set_pages(1, [4])
+        made.set_pages({1: [4]})
     for name, value in vars(new).items():
         # Counts are read only where a request has penalties, which starts them afresh.
         if isinstance(value, torch.Tensor) and name not in ("output_count_SV", "prompt_seen_SV"):
@@ -104,7 +104,7 @@ def test_nothing_of_the_former_request_is_left() -> None:
 
 def test_rows_of_indices_through_the_page_table() -> None:
     made = state()
-    made.set_pages(2, [9, 4])
+    made.set_pages({2: [9, 4]})
     slots, index = torch.tensor([2, 2, 2]), torch.tensor([0, 2, 5])
     assert made.pages(slots, index, 3).tolist() == [9, 9, 4]
     assert made.rows(slots, index, 3).tolist() == [27, 29, 14]

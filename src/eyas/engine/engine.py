@@ -173,7 +173,7 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """One turn of the loop; returns what became known."""
-        with self.stats.turn():
+        with self.stats.turn(), self.worker.busy():
             outputs = self._admit()
             self._unread.append([])
             self._launch_prefill()
@@ -234,12 +234,12 @@ class Engine:
     def _make_room(self) -> list[StepOutput]:
         """Grow every running request for the next round; read, then preempt, where pages lack."""
         outputs: list[StepOutput] = []
+        grown: list[Request] = []
         for request in self.scheduler.running:
             while request.phase is Phase.RUNNING:
                 try:
                     if self.scheduler.grow(request):
-                        assert request.slot is not None
-                        self.worker.set_pages(request.slot, request.pages)
+                        grown.append(request)
                     break
                 except OutOfPagesError:
                     if any(self._unread):  # reading may free pages, and preemption needs it
@@ -250,6 +250,9 @@ class Engine:
                     self.stats.counters.num_preemptions += 1
                     assert slot is not None
                     self.worker.release(slot)
+        tables = {r.slot: r.pages for r in grown if r.slot is not None}  # others have left again
+        if tables:
+            self.worker.set_pages(tables)
         return outputs
 
     def _launch_round(self) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -196,16 +197,17 @@ class Worker:
         """A request enters a slot; its first num_cached tokens are in cached pages already."""
         tokens = [*settings.prompt_token_ids, *settings.output_token_ids]
         self.state.admit(slot, settings)
-        self.state.set_pages(slot, pages)
+        self.state.set_pages({slot: pages})
         if self.draft is not None:
             self.draft.bind(slot, tokens)
         if self.proposer is not None and num_cached:
             row = torch.tensor((slot, tokens[num_cached], num_cached - 1), device=self._device)
             self.proposer.continue_from_page(row[:1], row[1:2], row[2:])
 
-    def set_pages(self, slot: int, pages: Sequence[int]) -> None:
-        """Replace a slot's page table."""
-        self.state.set_pages(slot, pages)
+    @torch.inference_mode()
+    def set_pages(self, pages: Mapping[int, Sequence[int]]) -> None:
+        """Replace the page tables of slots."""
+        self.state.set_pages(pages)
 
     def release(self, slot: int) -> None:
         """A request leaves its slot; launched rounds still see it, later ones do not."""
@@ -251,6 +253,13 @@ class Worker:
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """function(worker, ...): what a rank alone must not do, as its models meet other ranks."""
         return function(self, *args, **kwargs)
+
+    def busy(self) -> AbstractContextManager[None]:
+        """Around a turn of the engine, which must not take long."""
+        return nullcontext()
+
+    def on_failure(self, tell: Callable[[str], None]) -> None:
+        """Call `tell` with a report, in another thread, when another rank fails or hangs."""
 
     def close(self) -> None:
         """Nothing to end: a lone rank has no others."""

@@ -169,12 +169,12 @@ class SlotState:
             rows=[getattr(self, name) for name in rows],
         )
 
-    def set_pages(self, slot: int, pages: Sequence[int]) -> None:
-        """Write a slot's page table; entries past `pages` become the null page."""
-        row = self._padded(self.page_table_SP, pages, NULL_PAGE)
-        if self.device.type == "cuda":
-            row = row.pin_memory()
-        self.page_table_SP[slot].copy_(row, non_blocking=True)
+    def set_pages(self, pages: Mapping[int, Sequence[int]]) -> None:
+        """Write the page tables of slots, in one copy; entries past a slot's pages become the
+        null page."""
+        rows = torch.stack([self._padded(self.page_table_SP, p, NULL_PAGE) for p in pages.values()])
+        slots = self._to_device(torch.tensor(list(pages)))
+        self.page_table_SP.index_copy_(0, slots, self._to_device(rows))
 
     def pages(self, slots: Tensor, index: Tensor, page_size: int) -> Tensor:
         """Page that holds a cache index of a slot (int64, of any one shape)."""

@@ -41,8 +41,10 @@ DEVICE = torch.device("cuda")
 VOCAB, DRAFT_VOCAB, HIDDEN, PAGE, NUM_PAGES, TABLE = 128256, 32000, 4096, 16, 256, 2048
 LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, v_head_dim=128)
 CHAIN, TREE = TreeShape(3, 1, 4), TreeShape(6, 8, 32)
-SHAPES = {"plain": PLAIN, "chain 3": CHAIN, "tree 6x8x32": TREE}
+SHAPES = {"chain 3": CHAIN, "plain": PLAIN, "tree 6x8x32": TREE}
 MODES = {"greedy": SamplingMode(), "sampled": SamplingMode(noise=True)}
+TRUNCATED = SamplingMode(noise=True, truncate=True)
+OPTIONS = SamplingMode(noise=True, truncate=True, penalize=True, bias=True)
 RATE = 0.81  # of a simulated acceptance of 3 tokens a round of the chain
 
 
@@ -95,7 +97,7 @@ class Models:
 def make_runner(
     batch: int, shape: TreeShape, *, triton: bool, varied: bool, simulated: bool
 ) -> RoundRunner:
-    """A runner over slots in mid-answer, half of which sample."""
+    """A runner over slots in mid-answer."""
     state = SlotState(
         num_slots=batch + 1,
         max_pages=TABLE,
@@ -118,6 +120,11 @@ def make_runner(
     state.max_draft_S[live] = 2**31
     state.seed_S[live] = numbers(-(2**62), 2**62, batch)
     state.temperature_S[live] = 0.8
+    state.top_k_S[live], state.top_p_S[live], state.min_p_S[live] = 50, 0.9, 0.01
+    state.presence_S[live], state.frequency_S[live], state.repetition_S[live] = 0.3, 0.2, 1.1
+    state.bias_id_SA[live, :3] = torch.tensor([4, 40, 44], device=DEVICE)
+    state.bias_value_SA[live, :3] = torch.tensor([1.0, -2.0, 3.0], device=DEVICE)
+    state.prompt_seen_SV[live, ::3] = True
     state.page_table_SP[live] = numbers(2, NUM_PAGES, batch, TABLE)
     num_rows = (batch + 1) * max(shape.num_nodes, shape.topk)
     models = Models(num_rows, varied=varied)
@@ -287,6 +294,8 @@ def time_kernels(batch: int) -> dict[str, float]:
         "propose 8 sampled": lambda: propose(8, True),
         "choose greedy": lambda: steps.choose(logits, slots_B, position_T, tree, SamplingMode()),
         "choose sampled": lambda: steps.choose(logits, slots_B, position_T, tree, noisy),
+        "choose top-k, top-p": lambda: steps.choose(logits, slots_B, position_T, tree, TRUNCATED),
+        "choose all options": lambda: steps.choose(logits, slots_B, position_T, tree, OPTIONS),
         "settle": lambda: steps.settle(start, tree, chosen_T, **arguments),
         "copy rows": lambda: pool.copy_rows(settled.source_T, settled.destination_T),
         "keep hidden": lambda: steps.keep(hidden_TH, settled.entries, proposer.page_end_PH),
@@ -306,6 +315,9 @@ def main() -> None:
                 kind = "simulated" if simulated else "real"
                 result = compare(3, shape, mode, simulated)
                 print(f"{name}, {mode_name}, {kind} acceptance: {result}", flush=True)
+    for name, shape in (("chain 3", CHAIN), ("tree", TREE)):
+        for kind, mode in (("truncated", TRUNCATED), ("all options", OPTIONS)):
+            print(f"{name}, {kind}: {compare(3, shape, mode, False)}", flush=True)
     table = []
     for name, shape in SHAPES.items():
         for mode_name, mode in MODES.items():
@@ -324,7 +336,7 @@ def main() -> None:
     print("\n".join(table))
     print("\nmicroseconds a step of the chain, at batch 1, 16, 64")
     for name in by_batch[1]:
-        print(f"{name:18s}" + "".join(f"{by_batch[batch][name]:9.2f}" for batch in by_batch))
+        print(f"{name:20s}" + "".join(f"{by_batch[batch][name]:9.2f}" for batch in by_batch))
 
 
 if __name__ == "__main__":

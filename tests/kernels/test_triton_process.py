@@ -16,7 +16,7 @@ from eyas.types import SamplingParams
 
 pytestmark = pytest.mark.interpreter
 
-QUICK = settings(derandomize=True, deadline=None, max_examples=30)
+QUICK = settings(derandomize=True, deadline=None, max_examples=15)
 VOCAB = 300
 
 

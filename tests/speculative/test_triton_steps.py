@@ -26,7 +26,7 @@ pytestmark = pytest.mark.interpreter
 QUICK = settings(
     derandomize=True,
     deadline=None,
-    max_examples=25,
+    max_examples=15,
     suppress_health_check=[HealthCheck.too_slow],
 )
 NUM_SLOTS, NUM_PAGES, PAGE, VOCAB, HIDDEN = 5, 6, 4, 9, 6

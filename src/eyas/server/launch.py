@@ -43,6 +43,7 @@ EXIT_OK, EXIT_FAILED, EXIT_FINDINGS = 0, 1, 2
 DRAIN_SECONDS = 10.0  # for running requests, after a signal
 LINGER_SECONDS = 1.0  # a dead engine's reason stays readable on /health that long
 _LOG_EVERY_SECONDS = 5.0
+_LEAST_BYTES = 100_000  # what has less is counted in other things, such as graphs
 
 
 class ServedEngine(EngineClient, Protocol):
@@ -252,12 +253,15 @@ class _ProgressLog:
         self._state, self._last_step, self._last_log = state, "", 0.0
 
     def report(self, step: str, done: int, total: int) -> None:
-        """`done` of `total` bytes of a step are behind us."""
+        """`done` of `total` bytes (or of a few things) of a step are behind us."""
         self._state.report_progress(step, done, total)
         now = time.monotonic()
         if step != self._last_step or done == total or now - self._last_log > _LOG_EVERY_SECONDS:
             self._last_step, self._last_log = step, now
-            logger.info("%s: %.0f of %.0f MB", step, done / 1e6, total / 1e6)
+            if total > _LEAST_BYTES:
+                logger.info("%s: %.0f of %.0f MB", step, done / 1e6, total / 1e6)
+            else:
+                logger.info("%s: %d of %d", step, done, total)
 
 
 def _bind(host: str, port: int) -> socket.socket:

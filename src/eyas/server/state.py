@@ -23,7 +23,7 @@ class Phase(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """`done` of `total` bytes of a step are behind us."""
+    """`done` of `total` bytes, or of a few things, of a step are behind us."""
 
     step: str
     done: int

@@ -4,7 +4,8 @@
 cut by a pattern; in each piece the adjacent pair whose joined bytes have the lowest rank is merged,
 until none has any. Special tokens, 256 of them, stand behind the last rank; their names are in
 tokenizer_config.json. Made into a `tokenizers` tokenizer, which does the same with merges written
-out as pairs.
+out as pairs. Of the published code's ways one is left out: it cuts runs of more than 25,000 signs
+without a space (or of spaces) for the sake of its library, at which a token may then end.
 """
 
 from __future__ import annotations

@@ -93,6 +93,22 @@ def test_usage_is_the_number_of_tokens(
         assert mean > 0.6 * (num_levels + 1), "the draft is not right: this proves little"
 
 
+@pytest.mark.parametrize("num_levels", range(6))
+def test_usage_so_far_is_the_number_of_tokens_so_far(tokenizer: Tokenizer, num_levels: int) -> None:
+    """What a client knows that leaves in the middle."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    fields = {"prompt": PROMPT, "stream": True, "stream_options": options, "logprobs": 0, **GREEDY}
+    [response], _ = answers(tokenizer, num_levels, [fields])
+    num_tokens, sizes = 0, set()
+    for event in events_of(response):
+        logprobs = [choice["logprobs"] for choice in event["choices"] if choice["logprobs"]]
+        size = sum(len(one["tokens"]) for one in logprobs)
+        num_tokens += size
+        sizes.add(size)
+        assert event["usage"]["completion_tokens"] == num_tokens
+    assert num_tokens == 30 and max(sizes) == num_levels + 1
+
+
 @pytest.mark.parametrize("num_levels", [0, 5])
 @pytest.mark.parametrize("stream", [False, True])
 def test_prompts_around_the_limit(tokenizer: Tokenizer, num_levels: int, stream: bool) -> None:

@@ -51,8 +51,12 @@ def one_start(target: Path, draft: Path, flags: list[str]) -> tuple[float, list[
     with tempfile.NamedTemporaryFile(suffix=".log") as file:
         log = Path(file.name)
         start = time.perf_counter()
-        with running_server(target, "--draft", str(draft), *flags, log=log):
-            seconds = time.perf_counter() - start
+        try:
+            with running_server(target, "--draft", str(draft), *flags, log=log):
+                seconds = time.perf_counter() - start
+        except SystemExit:
+            print(log.read_text()[-4000:], file=sys.stderr)
+            raise
         text = log.read_text()
     return seconds, [*_RATE.findall(text), *_STAGES.findall(text)]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from eyas.bench import bandwidth, ceilings, shape_run
+from eyas.bench import bandwidth, ceilings, shape_report, shape_run
 from eyas.bench.plot import plot_shape
 from eyas.bench.rounds import Batch
 from eyas.bench.shape_report import render, to_json
@@ -117,6 +117,15 @@ def test_tables(result: ShapeResult, width: int) -> None:
     rows = [line for line in lines if line[:2] == ["chain-3", "3"]]
     assert len(rows) == 3
     assert rows[2][2:] == [*("1.250", "0.375", "0.750", "0.062", "2.0%", "10.0%", "231", "4", "2")]
+
+
+def test_a_profiler_that_sees_nothing_is_told(result: ShapeResult) -> None:
+    console = Console(width=100, record=True, file=io.StringIO())
+    with pytest.MonkeyPatch.context() as patch:
+        about = {"machine": {"gpu": "a GPU"}, "versions": {}}
+        patch.setattr(shape_report, "describe_machine", lambda device: about)
+        render(shape_run.dataclasses.replace(result, device="cuda"), console)
+    assert "the profiler saw nothing on the device" in console.export_text()
 
 
 def test_trace_figures_in_json(result: ShapeResult) -> None:

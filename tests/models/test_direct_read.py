@@ -81,6 +81,14 @@ def test_rows_of_a_larger_tensor(tmp_path: Path) -> None:
     assert torch.equal(whole[:-1], torch.stack(values)) and (whole[-1] == -1).all()
 
 
+def test_tensors_of_inference_mode(tmp_path: Path) -> None:
+    values = write_files(tmp_path, torch.float32)
+    with torch.inference_mode():
+        todo = jobs(tmp_path, torch.float32, torch.float64)
+        read_directly(todo, on_read=lambda name, count: None)
+    assert torch.equal(todo[2].destination.view(-1), values[2].double())
+
+
 def test_nothing_to_do(tmp_path: Path) -> None:
     read_directly([], on_read=lambda name, count: None)
     empty = ReadJob("e", Path(__file__), 0, 0, torch.float32, torch.zeros(0))

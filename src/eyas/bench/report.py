@@ -27,11 +27,11 @@ def describe_machine(device: str) -> dict[str, Any]:
     if device == "cuda":
         machine["gpu"] = torch.cuda.get_device_name()
         machine["cuda"] = torch.version.cuda
-    versions = {name: _version(name) for name in _PACKAGES}
+    versions = {name: package_version(name) for name in _PACKAGES}
     return {"machine": machine, "versions": {"python": platform.python_version(), **versions}}
 
 
-def _version(name: str) -> str:
+def package_version(name: str) -> str:
     """Of an installed package, or of one that is run from its sources."""
     try:
         return importlib.metadata.version(name)

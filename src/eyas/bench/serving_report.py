@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 from typing import TYPE_CHECKING
 
+from eyas.bench.report import package_version
 from eyas.bench.serving_results import Percentiles, RateResult, ServingResult
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def to_json(result: ServingResult, *, command: str, date: datetime.datetime | No
     data = {
         "date": date.isoformat(timespec="seconds"),
         "command": command,
-        "client": f"eyas {importlib.metadata.version('eyas')}",
+        "client": f"eyas {package_version('eyas')}",
         "ok": result.ok,
         **dataclasses.asdict(result),
     }

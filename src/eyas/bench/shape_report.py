@@ -57,6 +57,8 @@ def render(result: ShapeResult, console: Console) -> None:
     traced = [(times, times.trace) for times in result.times if times.trace is not None]
     if traced:
         console.print(_traces_table(traced))
+    elif result.profiled and result.device != "cpu":
+        console.print("the profiler saw nothing on the device: has it the right to look?")
     for times, trace in traced:
         if times.batch_size == result.times[0].batch_size:
             _render_kernels(times, trace, console)

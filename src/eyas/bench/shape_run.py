@@ -132,6 +132,7 @@ class ShapeResult:
     prompt_tokens: int
     new_tokens: int
     repeats: int
+    profiled: bool
     ceilings: Ceilings
     cost: RoundCost
     times: tuple[ShapeTimes, ...]
@@ -199,6 +200,7 @@ class _ShapeBench:
             prompt_tokens=self.settings.prompt_tokens,
             new_tokens=self.settings.new_tokens,
             repeats=self.settings.repeats,
+            profiled=self.settings.profile,
             ceilings=self.ceilings,
             cost=self.cost,
             times=tuple(times),

@@ -116,6 +116,7 @@ class _Threads:
         self._files, self._device = files, device
         self._pieces = iter(pieces)
         self._lock = threading.Lock()
+        self._inference = torch.is_inference_mode_enabled()  # a thread starts without it
         self._told: queue.SimpleQueue[tuple[str, int] | BaseException | None] = queue.SimpleQueue()
         # What the device still does with the memory of the destinations comes first.
         self._ready: torch.cuda.Event | None = None
@@ -160,11 +161,12 @@ class _Threads:
 
     def _work(self) -> None:
         try:
-            reader = _reader(self._device, self._ready)
-            while (piece := self._next()) is not None:
-                reader.read(piece, self._files[piece.job.file])
-                self._told.put((piece.job.name, piece.num_bytes))
-            reader.finish()
+            with torch.inference_mode(self._inference):
+                reader = _reader(self._device, self._ready)
+                while (piece := self._next()) is not None:
+                    reader.read(piece, self._files[piece.job.file])
+                    self._told.put((piece.job.name, piece.num_bytes))
+                reader.finish()
         except BaseException as error:  # raised again where `run` was called
             self._told.put(error)
         self._told.put(None)

@@ -90,6 +90,10 @@ class EngineConfig:
     expert_parallel: bool = _setting(
         False, "Each rank holds some of the experts, not a part of each."
     )
+    watchdog: float | None = _setting(
+        None,
+        "Seconds without progress after which several ranks are given up (default 60; 0: never).",
+    )
     num_speculative_tokens: int | None = _setting(
         None, "Draft levels K a round (default 3 with a draft; 0 switches drafting off)."
     )
@@ -147,6 +151,10 @@ class EngineConfig:
             raise ConfigError("--draft-boundaries names none: write 2,15,27, or leave it out")
         if self.run_ahead not in (0, 1):
             raise ConfigError(f"--run-ahead must be 0 or 1, not {self.run_ahead}")
+        if self.watchdog is not None and self.watchdog < 0:
+            raise ConfigError(f"--watchdog must be 0 or more seconds, not {self.watchdog:g}")
+        if self.watchdog is not None and self.tensor_parallel_size == 1:
+            raise ConfigError("--watchdog watches several ranks: add --tp, or leave it out")
         if self.expert_parallel and self.tensor_parallel_size == 1:
             raise ConfigError("--expert-parallel needs several ranks: add --tp, or leave it out")
         if self.draft_name is None:

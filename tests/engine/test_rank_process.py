@@ -1,5 +1,13 @@
 """Further ranks as processes: they come, obey, and are gone."""
 
+import contextlib
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +15,10 @@ import pytest
 from fixtures.checkpoints import DraftShape, TargetShape, write_draft, write_target
 
 from eyas.config import EngineConfig
+from eyas.engine import rank_leader
 from eyas.engine.engine import Engine
 from eyas.engine.load import load_engine
-from eyas.engine.rank_process import RankError, RankProcesses
+from eyas.engine.rank_leader import RankError, RankProcesses
 from eyas.engine.ranks import LeadingWorker
 from eyas.engine.worker import Worker
 from eyas.types import SamplingParams
@@ -44,24 +53,87 @@ def break_on(worker: Worker, rank: int) -> None:
         raise ZeroDivisionError("a bug of rank 1")
 
 
-def test_two_processes_say_what_one_says(settings: dict[str, Any]) -> None:
-    alone = load_engine(EngineConfig(**settings)).engine
-    wanted = say(alone)
-    loaded = load_engine(EngineConfig(**settings, tensor_parallel_size=2, draft_dtype="float32"))
-    engine, worker = loaded.engine, loaded.engine.worker
+@contextlib.contextmanager
+def ranks(settings: dict[str, Any], **changes: Any) -> Iterator[tuple[Engine, RankProcesses]]:
+    """An engine on two ranks, ended afterwards."""
+    config = EngineConfig(**settings, tensor_parallel_size=2, **changes)
+    loaded = load_engine(config)
+    worker = loaded.engine.worker
     assert isinstance(worker, LeadingWorker) and isinstance(worker.followers, RankProcesses)
-    (rank,) = worker.followers._ranks
+    (pid,) = worker.followers.pids
     try:
-        assert "ranks" in loaded.report.facts
+        yield loaded.engine, worker.followers
+    finally:
+        worker.close()
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_two_processes_say_what_one_says(settings: dict[str, Any]) -> None:
+    wanted = say(load_engine(EngineConfig(**settings)).engine)
+    with ranks(settings) as (engine, followers):
         assert say(engine) == wanted and len(set(wanted)) > 3
         # What a rank raises ends the run here too, with its own error.
         with pytest.raises(RankError) as raised:
-            worker.run(break_on, 1)
-            for _ in range(100):
+            engine.worker.run(break_on, 1)
+            for _ in range(1000):
                 say(engine)
         text = str(raised.value)
-        assert text.startswith(f"rank 1 (process {rank.process.pid}) failed while serving: ")
-        assert "ZeroDivisionError: a bug of rank 1" in text
-    finally:
-        worker.close()
-    assert rank.process.poll() is not None
+        assert text.startswith(f"rank 1 (process {followers.pids[0]} on {socket.gethostname()})")
+        assert "failed while serving: ZeroDivisionError: a bug of rank 1" in text
+        assert "in break_on" in text  # the traceback
+
+
+def test_a_rank_that_is_killed_while_idle(settings: dict[str, Any]) -> None:
+    with ranks(settings) as (engine, followers):
+        say(engine)
+        reports: queue.SimpleQueue[str] = queue.SimpleQueue()
+        followers.on_failure(reports.put)
+        os.kill(followers.pids[0], signal.SIGKILL)
+        report = reports.get(timeout=5)
+        assert "failed while serving: killed by SIGKILL" in report
+        assert "hint: the system does that when memory runs out" in report
+        with pytest.raises(RankError):
+            say(engine)
+
+
+def test_a_rank_that_is_killed_while_it_answers(settings: dict[str, Any]) -> None:
+    with ranks(settings) as (engine, followers):
+        killer = threading.Timer(0.3, os.kill, (followers.pids[0], signal.SIGKILL))
+        killer.start()
+        with pytest.raises(RankError, match="killed by SIGKILL"):
+            while True:
+                say(engine)
+        assert killer.finished.is_set()
+
+
+def test_a_rank_that_stands_still(settings: dict[str, Any]) -> None:
+    """Its sockets stay open: only the time tells."""
+    with ranks(settings, watchdog=4) as (engine, followers):
+        say(engine)
+        os.kill(followers.pids[0], signal.SIGSTOP)
+        start = time.monotonic()
+        with pytest.raises(RankError) as raised:
+            while True:
+                say(engine)
+        assert time.monotonic() - start < 4 + 5
+        text = str(raised.value)
+        assert "no progress for 4 s: rank 1" in text and "no sign of life for" in text
+
+
+def test_a_rank_that_is_killed_while_it_loads(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(**settings, tensor_parallel_size=2)
+    start = rank_leader._start
+
+    def start_and_kill(number: int) -> Any:
+        rank = start(number)
+        threading.Timer(0.5, rank.process.kill).start()
+        return rank
+
+    monkeypatch.setattr(rank_leader, "_start", start_and_kill)
+    began = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 .* failed while starting: killed by SIGKILL"):
+        load_engine(config)
+    assert time.monotonic() - began < 0.5 + 5

@@ -42,6 +42,10 @@ class DistributedGroup(Group):
         self._backend._allgather_base(parts, x).wait()
         return parts.view(self.size, *x.shape).movedim(0, -2).flatten(-2)
 
+    def abort(self) -> None:
+        """Break the wires: who waits in an operation gets an error."""
+        self._backend.abort()
+
     def broadcast(self, x: Tensor) -> Tensor:
         """The first rank's tensor on every rank; overwrites a contiguous x."""
         x = x.contiguous()

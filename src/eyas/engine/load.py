@@ -21,7 +21,7 @@ from eyas.engine.check import run_check
 from eyas.engine.check_report import CheckReport
 from eyas.engine.device import resolve_device, resolve_draft_dtype, resolve_dtype
 from eyas.engine.engine import Engine
-from eyas.engine.rank_process import RankProcesses
+from eyas.engine.rank_leader import RankProcesses
 from eyas.engine.ranks import Followers, LeadingWorker
 from eyas.engine.stages import StageClock
 from eyas.engine.worker import Worker, WorkerShape
@@ -93,6 +93,7 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
         parallel = WHOLE
         if followers is not None:
             parallel = Parallel(followers.join(), config.expert_parallel)
+            progress = followers.checked(progress)
         models = load_models(config, report, parallel=parallel, progress=progress)
         clock.lap("load")
         engine = build_engine(config, report, models, followers=followers)

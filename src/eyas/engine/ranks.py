@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from eyas.engine.worker import Worker
@@ -26,6 +27,12 @@ class Followers(Protocol):
     def explain(self, error: Exception) -> Exception:
         """What to raise for an error of the first rank: that of another rank, if it was the
         cause."""
+
+    def on_failure(self, tell: Callable[[str], None]) -> None:
+        """Call `tell` with the report, in another thread, when a rank fails or hangs."""
+
+    def busy(self) -> AbstractContextManager[None]:
+        """The first rank does something that must not take long."""
 
     def stop(self) -> None:
         """End them."""
@@ -66,6 +73,14 @@ class LeadingWorker(Worker):
         """Call function(worker, ...) on all ranks; the result of this one."""
         self.followers.tell(function, *args, **kwargs)
         return function(self, *args, **kwargs)
+
+    def busy(self) -> AbstractContextManager[None]:
+        """See Worker: what takes longer than the watchdog allows is a failure."""
+        return self.followers.busy()
+
+    def on_failure(self, tell: Callable[[str], None]) -> None:
+        """See Worker."""
+        self.followers.on_failure(tell)
 
     def close(self) -> None:
         """End the other ranks."""

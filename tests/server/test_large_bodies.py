@@ -54,17 +54,20 @@ def test_bodies_of_a_million_items(
     assert len(response.content) < 1000
 
 
+class Slow(Tokenizer):
+    """Takes half a second for a long text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.__dict__ = tokenizer.__dict__
+
+    def encode(self, text: str, **settings: Any) -> list[int]:
+        if len(text) > 100:
+            time.sleep(0.5)
+        return super().encode(text[:100], **settings)
+
+
 def test_a_long_text_makes_no_short_one_wait(tokenizer: Tokenizer) -> None:
-    class Slow(Tokenizer):
-        def __init__(self) -> None:
-            self.__dict__ = tokenizer.__dict__
-
-        def encode(self, text: str, **settings: Any) -> list[int]:
-            if len(text) > 100:
-                time.sleep(0.5)
-            return tokenizer.encode(text[:100], **settings)
-
-    server, order = Server(FakeEngine(says([0])), Slow()), []
+    server, order = Server(FakeEngine(says([0])), Slow(tokenizer)), []
 
     async def ask(name: str, body: dict[str, Any]) -> None:
         response = await server.ask("POST", "/tokenize", content=json.dumps(body).encode())
@@ -79,3 +82,18 @@ def test_a_long_text_makes_no_short_one_wait(tokenizer: Tokenizer) -> None:
 
     asyncio.run(test())
     assert order == ["short", "long"]
+
+
+def test_texts_that_still_wait_at_the_end_are_answered(tokenizer: Tokenizer) -> None:
+    server = Server(FakeEngine(says([0])), Slow(tokenizer))
+    service = server.state.service()
+
+    async def test() -> list[int]:
+        body = json.dumps({"prompt": "a" * 60_000}).encode()
+        asked = [server.ask("POST", "/tokenize", content=body) for _ in range(3)]
+        tasks = [asyncio.ensure_future(one) for one in asked]
+        await asyncio.sleep(0.1)
+        service.close()
+        return [response.status_code for response in await asyncio.gather(*tasks)]
+
+    assert asyncio.run(test()) == [200, 503, 503]

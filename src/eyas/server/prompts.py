@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from eyas.engine.async_engine import EngineDeadError
 from eyas.engine.chat_images import EncodedPrompt, encode_chat
 from eyas.engine.limits import check_prompt_length
 from eyas.engine.tokenizer import Tokenizer
@@ -95,7 +96,7 @@ class PromptEncoder:
         return await self._in_thread(lambda: [decode(prompt) for prompt in prompts], size=size)
 
     def close(self) -> None:
-        """Let the threads go."""
+        """Let the threads go; what has not begun ends with EngineDeadError."""
         for executor in (self._short, self._long):
             executor.shutdown(wait=False, cancel_futures=True)
         self._images.close()
@@ -112,7 +113,13 @@ class PromptEncoder:
 
     async def _in_thread(self, function: Callable[[], Result], *, size: int) -> Result:
         executor = self._long if size > _LONG else self._short
-        return await asyncio.get_running_loop().run_in_executor(executor, function)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(executor, function)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # the client has left
+                raise
+            raise EngineDeadError("the server is shutting down") from None  # see `close`
 
 
 def _text_length(message: Mapping[str, Any]) -> int:

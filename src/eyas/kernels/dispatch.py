@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eyas.kernels import native, native_attention, reference
+from eyas.kernels import native, native_attention, native_round, reference
 from eyas.kernels.linear_config import LinearConfig
 
 
@@ -29,6 +29,11 @@ def _takes_triton(x: Tensor) -> bool:
     if not x.is_cuda or x.dtype is torch.float64 or torch.is_grad_enabled():
         return False
     return type(x) is Tensor and has_triton(x.device)
+
+
+def has_native(device: torch.device) -> bool:
+    """Whether C kernels run on a device; builds them at the first call."""
+    return device.type == "cpu" and native.status().startswith("native")
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> Tensor:
@@ -220,6 +225,10 @@ def copy_cache_rows(
         from eyas.kernels import triton_round
 
         triton_round.copy_rows(pools, source_T, destination_T, trash_row=trash_row)
+        return
+    if native.accepts_indices(source_T) and all(pool.is_contiguous() for pool in pools):
+        for pool_LRKD in pools:
+            native_round.copy_rows(pool_LRKD, source_T, destination_T, trash_row=trash_row)
         return
     for pool_LRKD in pools:
         reference.copy_kv_rows(pool_LRKD, source_T, destination_T)

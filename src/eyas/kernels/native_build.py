@@ -18,7 +18,7 @@ import threading
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
-SOURCES = (_FOLDER / "native.c", _FOLDER / "native_draft.c")
+SOURCES = tuple(_FOLDER / f"{name}.c" for name in ("native", "native_draft", "native_round"))
 _HEADERS = (_FOLDER / "native.h",)
 SWITCH = "EYAS_NATIVE"
 _COMPILERS = ("cc", "gcc", "clang")

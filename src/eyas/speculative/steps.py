@@ -1,7 +1,8 @@
-"""The steps of a round between the models' forwards, as an interface with two implementations.
+"""The steps of a round between the models' forwards, as an interface with three implementations.
 
 `torch_steps` is what a round means, in torch operations on any device; `triton_steps` does the same
-in a launch or two a step. `round` and `proposer` put the steps together.
+in a launch or two a step on a GPU, `native_steps` in a call of C on a CPU. `round` and `proposer` put
+the steps together.
 
 Shape suffixes: B requests, K topk, N tree nodes, E = depth + 1 emitted at most, T rows,
 V vocabulary, H draft hidden, P pages.
@@ -181,11 +182,15 @@ class Steps(Protocol):
 
 
 def steps_for(state: SlotState) -> Steps:
-    """The implementation for a device: Triton's on a GPU that has it."""
+    """The implementation for a device: Triton's on a GPU that has it, on a CPU the one in C."""
     if kernels.has_triton(state.device):
         from eyas.speculative.triton_steps import TritonSteps
 
         return TritonSteps(state)
+    if kernels.has_native(state.device):
+        from eyas.speculative.native_steps import NativeSteps
+
+        return NativeSteps(state)
     from eyas.speculative.torch_steps import TorchSteps
 
     return TorchSteps(state)

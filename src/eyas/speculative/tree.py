@@ -37,6 +37,17 @@ class Tree:
         return length_B[:, None] + self.depth_BN
 
 
+@dataclasses.dataclass(frozen=True)
+class PlacedTree(Tree):
+    """A tree whose nodes' positions are known already."""
+
+    position_BN: Tensor
+
+    def positions(self, length_B: Tensor) -> Tensor:
+        """int64 [B, N]."""
+        return self.position_BN
+
+
 def chain_tree(token_BN: Tensor) -> Tree:
     """The tree in which every node has one child; column 0 is the root."""
     num_requests, num_nodes = token_BN.shape

@@ -15,6 +15,7 @@ from eyas.contract.draft import DraftOutput
 from eyas.kernels import SamplingMode, triton_draft
 from eyas.kernels import triton_tree as trees
 from eyas.speculative.steps import RoundStart
+from eyas.speculative.tree import PlacedTree as PlacedTree
 from eyas.speculative.tree import Tree
 
 if TYPE_CHECKING:
@@ -27,17 +28,6 @@ class GatheredStart(RoundStart):
     """A start with all that its kernel gathered, by name."""
 
     gathered: dict[str, Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
-class PlacedTree(Tree):
-    """A tree whose nodes' positions are known already."""
-
-    position_BN: Tensor
-
-    def positions(self, length_B: Tensor) -> Tensor:
-        """int64 [B, N]."""
-        return self.position_BN
 
 
 class ChainGrowth:

@@ -17,8 +17,8 @@ from eyas.types import CheckError, EyasError, Finding, Severity
 
 CACHING = "--prefix-caching/--no-prefix-caching"
 ENGINE = (
-    "model --draft --device --dtype --draft-dtype --tensor-parallel-size/--tp --expert-parallel --watchdog "
-    "--num-speculative-tokens --topk --num-tree-nodes "
+    "model --draft --device --dtype --draft-dtype --tensor-parallel-size/--tp --expert-parallel "
+    "--watchdog --num-speculative-tokens --topk --num-tree-nodes "
     f"--max-batch-size --max-model-len --page-size --kv-cache-tokens {CACHING} "
     "--prefill-chunk-tokens --images/--no-images --cuda-graphs/--no-cuda-graphs "
     "--attention-backend "

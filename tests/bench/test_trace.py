@@ -59,10 +59,28 @@ def test_where_the_time_goes() -> None:
     assert (result.between_ms, result.gap_ms) == pytest.approx((0.2, 0.02))
     assert (result.idle_between_share, result.idle_share) == pytest.approx((0.2, 0.22))
     assert result.num_kernels == 4
-    assert [(k.name, k.calls, k.microseconds) for k in result.kernels] == [
-        ("matmul", 2, 580),
-        ("small", 2, 180),
+    assert [(k.name, k.calls, k.microseconds, k.running) for k in result.kernels] == [
+        ("matmul", 2, pytest.approx(600), pytest.approx(580)),  # with the gap before the second
+        ("small", 2, pytest.approx(180), pytest.approx(180)),
+        ("Memcpy DtoH", 1, pytest.approx(20), pytest.approx(20)),
     ]
+
+
+def test_kernels_that_start_early_are_charged_once() -> None:
+    events = []
+    for number in range(6):
+        start = (number + 1) * PERIOD
+        events += [
+            event(ROUND, "user_annotation", number * PERIOD, LAUNCH),
+            event("cudaGraphLaunch", "cuda_runtime", number * PERIOD, 9, correlation=number),
+            event("first", "kernel", start, 100, correlation=number),
+            event("second", "kernel", start + 10, 190, correlation=number),  # waits until 100
+        ]
+    times = {k.name: (k.microseconds, k.running) for k in looked_at(events).kernels}
+    assert times == {
+        "first": pytest.approx((100, 100)),
+        "second": pytest.approx((100, 190)),
+    }
 
 
 def test_parts_need_their_markers() -> None:
@@ -72,8 +90,10 @@ def test_parts_need_their_markers() -> None:
 
 def test_waits_are_told_apart() -> None:
     events = rounds(6)
+    events.append(event("cudaDeviceSynchronize", "cuda_runtime", -5, 1))
+    events.append(event("cudaDeviceSynchronize", "cuda_runtime", 6 * PERIOD, 1))
     result = looked_at(events)
-    assert (result.host_waits, result.other_waits) == ({}, {"cudaEventSynchronize": 6})
+    assert (result.host_waits, result.other_waits) == ({}, {"cudaEventSynchronize": 5})
     events.append(event("cudaStreamSynchronize", "cuda_runtime", 3 * PERIOD + 10, 5))
     events.append(event("cudaMemcpy", "cuda_runtime", 4 * PERIOD + 10, 5))
     assert looked_at(events).host_waits == {"cudaMemcpy": 1, "cudaStreamSynchronize": 1}

@@ -38,7 +38,7 @@ class Recording:
             os.environ.setdefault("TEARDOWN_CUPTI", "0")
             os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profiler: Any = torch.profiler.profile(activities=activities)
+        self._profiler: Any = torch.profiler.profile(activities=activities, acc_events=True)
 
     def __enter__(self) -> Recording:
         launch = self._worker.round

@@ -14,7 +14,7 @@ from eyas.bench.trace import TraceResult
 if TYPE_CHECKING:
     from rich.console import Console
 
-_NUM_SHOWN = 8  # kernels
+_NUM_SHOWN = 12  # kernels
 
 
 def to_json(result: ShapeResult, *, command: str, date: datetime.datetime | None = None) -> str:
@@ -127,13 +127,14 @@ def _traces_table(traced: list[tuple[ShapeTimes, TraceResult]]) -> Any:
 
 
 def _render_kernels(times: ShapeTimes, trace: TraceResult, console: Console) -> None:
-    title = f"longest kernels of {times.rounds}, batch {times.batch_size}"
-    table = _table(title, ["us/round", "calls", "name"])
+    title = f"what moves a round on: kernels of {times.rounds}, batch {times.batch_size}"
+    table = _table(title, ["us a round", "running", "calls", "name"])
     last = table.columns[-1]
     last.justify, last.no_wrap, last.overflow = "left", False, "fold"
     for kernel in trace.kernels[:_NUM_SHOWN]:
         name = kernel.name if len(kernel.name) < 90 else f"{kernel.name[:87]}..."
-        table.add_row(f"{kernel.microseconds:.0f}", f"{kernel.calls:.0f}", name)
+        shares = (kernel.microseconds, kernel.running)
+        table.add_row(*(f"{share:.1f}" for share in shares), f"{kernel.calls:.0f}", name)
     console.print(table)
     console.print(
         f"  calls that wait for the device in {trace.num_rounds} rounds: inside launches "

@@ -37,11 +37,14 @@ _NUM_KERNELS = 20
 
 @dataclasses.dataclass(frozen=True)
 class KernelTime:
-    """A kernel's share of a round: calls and microseconds, both means over the rounds."""
+    """A kernel's (or copy's) share of a round, means over the rounds. microseconds: by which it
+    moved the round on, gaps before it included, so that all together make up the round; running:
+    from its starts to its ends, waits for kernels that it overlaps included."""
 
     name: str
     calls: float
     microseconds: float
+    running: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +115,9 @@ def analyse(events: Iterable[dict[str, Any]]) -> TraceResult | None:
     numbers = sorted(by_round)[NUM_SKIPPED:]
     if len(numbers) < 2:
         return None
-    waits = [(e["name"], round_of(e["ts"]) is None) for e in calls if e["name"] in _WAITS]
+    first, last = rounds[0][0], rounds[-1][1]  # the recording itself waits before and after
+    found = [e for e in calls if e["name"] in _WAITS and first <= e["ts"] <= last]
+    waits = [(e["name"], round_of(e["ts"]) is None) for e in found]
     return _summarise(
         [by_round[number] for number in numbers],
         on_device,
@@ -148,7 +153,7 @@ def _summarise(
     whole = begins[-1] - begins[0]
     per_round = 1 / (1000 * count)  # microseconds of all rounds to milliseconds of one
     kernels = [e for events in counted for e in events if e["cat"] == "kernel"]
-    kernels = [e for e in kernels if MARKER not in e["name"]]
+    num_kernels = sum(MARKER not in e["name"] for e in kernels)
     copies = [e for events in counted for e in events if "ageable" in e["name"]]
     return TraceResult(
         num_rounds=count,
@@ -156,11 +161,11 @@ def _summarise(
         part_ms={part: span * per_round for part, span in spans.items()},
         between_ms=between * per_round,
         gap_ms=(idle - between) * per_round,
-        num_kernels=len(kernels) / count,
+        num_kernels=num_kernels / count,
         host_waits=host_waits,
         other_waits=other_waits,
         pageable_copies=sum(e["cat"] == "gpu_memcpy" for e in copies),
-        kernels=_longest(kernels, count),
+        kernels=_longest(counted),
     )
 
 
@@ -201,12 +206,21 @@ class _Busy:
         return end - start - covered
 
 
-def _longest(kernels: Sequence[dict[str, Any]], num_rounds: int) -> tuple[KernelTime, ...]:
-    times: dict[str, list[float]] = {}
-    for event in kernels:
-        times.setdefault(event["name"], []).append(event["dur"])
-    found = [
-        KernelTime(name, len(values) / num_rounds, sum(values) / num_rounds)
-        for name, values in times.items()
+def _longest(work: Sequence[list[dict[str, Any]]]) -> tuple[KernelTime, ...]:
+    """By name, what moved rounds on most. Each is charged with the time from the last end before
+    its own to its own: kernels that start early and wait for others overlap with them."""
+    found: dict[str, list[float]] = {}  # calls, advance, running
+    for events in work:
+        last = events[0]["ts"]
+        for event in sorted(events, key=lambda e: e["ts"] + e["dur"]):
+            end = event["ts"] + event["dur"]
+            sums = found.setdefault(event["name"], [0.0, 0.0, 0.0])
+            for number, value in enumerate((1.0, end - last, event["dur"])):
+                sums[number] += value
+            last = end
+    kernels = [
+        KernelTime(name, *(value / len(work) for value in sums))
+        for name, sums in found.items()
+        if MARKER not in name
     ]
-    return tuple(sorted(found, key=lambda k: -k.microseconds)[:_NUM_KERNELS])
+    return tuple(sorted(kernels, key=lambda k: -k.microseconds)[:_NUM_KERNELS])

@@ -1,6 +1,6 @@
 """Checks the Triton attention on a GPU against torch's, then times it in CUDA graphs.
 
-    python scripts/bench_attention.py [check] [short] [tree] [long] [prefill]
+    python scripts/bench_attention.py [check] [sweep] [short] [tree] [long] [prefill]
 
 Without words: everything. Prints a table a section: microseconds a layer, rotation and cache writes
 included, and for long contexts the share of the read bandwidth measured in the same run.
@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
+import os
 import subprocess
 import sys
 import time
@@ -35,7 +37,7 @@ from eyas.kernels.triton_attention_prefill import PrefillConfig
 from eyas.kernels.triton_launch import use_pdl
 
 DEVICE, PAGE_SIZE = torch.device("cuda"), 16
-WARM_PROCESSES, WARM_PART, NUM_TIMED = 12, None, 0
+WARM_PROCESSES, WARM_PART, NUM_TIMED = 16, None, 0
 SHAPES = {"8B": (32, 8, 128), "1B": (32, 8, 64)}  # query heads, key/value heads, head size
 
 
@@ -320,7 +322,7 @@ def check_prefill() -> None:
         print(f"check: prefill {shape} right ({found:.1e})")
 
 
-def time_tree(case: Case, config: TreeConfig, *, pdl: bool = False) -> float:
+def time_tree(case: Case, config: TreeConfig, *, pdl: bool = False, replays: int = 10) -> float:
     """Microseconds a layer, the plan shared by all."""
     use_pdl(pdl)
     backend, (qkv, turn) = TritonBackend(case.pool, config=config), case.projection()
@@ -340,7 +342,7 @@ def time_tree(case: Case, config: TreeConfig, *, pdl: bool = False) -> float:
         for layer in range(case.num_layers):
             plan.attend_projection(layer, qkv, turn, num_heads=case.num_heads)
 
-    time_us = microseconds(run) / case.num_layers
+    time_us = microseconds(run, replays=replays) / case.num_layers
     use_pdl(None)
     return time_us
 
@@ -393,7 +395,8 @@ def show(title: str, names: Sequence[str], rows: dict[str, list[str]]) -> None:
 def label(config: TreeConfig) -> str:
     return (
         f"n{config.block_n} w{config.num_warps} s{config.num_stages} "
-        f"waves{config.waves} min{config.min_blocks}"
+        f"waves{config.waves} min{config.min_blocks} {config.combine}"
+        f"{'' if config.prefetch else ' cold'}"
     )
 
 
@@ -427,6 +430,126 @@ def short_section() -> None:
         floors = [case.num_bytes / BANDWIDTH * 1e6 for case in cases.values()]
         rows["floor"] = [f"{floor:.2f}" for floor in floors]
         show(f"{shape}, ctx 768, Q={num_rows}: us a layer", list(cases), rows)
+
+
+def sweep_kernels(num_rows: int) -> list[TreeConfig]:
+    """Kernels that are compiled apart; how the work is cut costs no compilation."""
+    sizes = [(32, 4, 4), (32, 4, 3), (64, 4, 3), (64, 4, 4), (128, 4, 2)]
+    sizes += [(32, 2, 4), (64, 2, 3)] if num_rows <= 4 else [(64, 8, 3)]
+    found = [
+        TreeConfig(block_n=n, num_warps=w, num_stages=s, combine=combine)
+        for combine in ("last", "apart")
+        for n, w, s in sizes
+    ]
+    return [*found, TreeConfig(block_n=32, num_stages=4, prefetch=False)]
+
+
+def sweep_case(shape: str, num_rows: int, batch: int) -> Case:
+    """More layers at batch 1: no cache line is still near when its layer comes again."""
+    visible = chain(batch, num_rows) if num_rows <= 4 else tree(batch, num_rows)
+    num_layers = 24 if batch == 1 else 8
+    return make_case(SHAPES[shape], [768] * batch, visible, num_layers=num_layers)
+
+
+def right_kernels(shape: str, num_rows: int) -> list[TreeConfig]:
+    """Those of the sweep that give the reference's result for uneven lengths, twice."""
+    lengths = [1, 900, 0, 2900]
+    case = make_case(SHAPES[shape], lengths, tree(len(lengths), num_rows), num_layers=1)
+    qkv, turn = case.projection()
+    reference = case.plan(TorchBackend(twin(case).pool))
+    expected = expected_of(reference, qkv, turn, case.num_heads, None)
+    kept = []
+    for config in sweep_kernels(num_rows):
+        use_pdl(True)
+        try:
+            plan = case.plan(TritonBackend(case.pool, config=config))
+            for _ in range(2):
+                found = error(
+                    plan.attend_projection(0, qkv, turn, num_heads=case.num_heads), expected
+                )
+                assert found < 1e-2, f"{shape} Q={num_rows} {label(config)}: error {found:.1e}"
+            kept.append(config)
+        except triton.runtime.errors.OutOfResources:
+            print(f"{shape} Q={num_rows} {label(config)}: asks for too much", flush=True)
+        except AssertionError as wrong:
+            print(f"WRONG: {wrong}", flush=True)
+    use_pdl(None)
+    return kept
+
+
+def sweep_section() -> None:
+    """The best settings by shape, rows and batch; all of them in $OUT/attention_sweep.json."""
+    if WARM_PART is not None:
+        warm_sweep()
+        return
+    found: dict[str, dict[str, float]] = {}
+    for shape, num_rows in itertools.product(SHAPES, (1, 4, 32)):
+        kernels_kept = right_kernels(shape, num_rows)
+        for batch in (1, 4, 16, 64):
+            case = sweep_case(shape, num_rows, batch)
+            default = TritonBackend(case.pool).config
+            plain = time_tree(case, default, replays=4)
+            usual = time_tree(case, default, pdl=True, replays=4)
+            cell = {}
+            for config, waves in itertools.product(kernels_kept, (1, 2, 4)):
+                used = dataclasses.replace(config, waves=waves)
+                cell[label(used)] = time_tree(case, used, pdl=True, replays=4)
+            best = sorted(cell, key=lambda name: (cell[name] != cell[name], cell[name]))
+            name = f"{shape} Q{num_rows} b{batch}"
+            found[name] = cell
+            floor = case.num_bytes / BANDWIDTH * 1e6
+            print(
+                f"{name:<11} floor {floor:5.1f} default {usual:6.2f} (no PDL {plain:6.2f}) best "
+                + "; ".join(f"{cell[b]:.2f} {b}" for b in best[:3]),
+                flush=True,
+            )
+    keep_sweep(found)
+    sweep_long()
+
+
+def warm_sweep() -> None:
+    """Compile this process's share."""
+    jobs = [
+        (shape, num_rows, config, pdl)
+        for shape, num_rows in itertools.product(SHAPES, (1, 4, 32))
+        for config, pdl in [
+            *((config, True) for config in sweep_kernels(num_rows)),
+            (None, False),
+        ]
+    ]
+    for shape, num_rows, config, pdl in jobs[WARM_PART::WARM_PROCESSES]:
+        use_pdl(pdl)
+        for batch in (1, 4, 16, 64) if config and config.combine == "apart" else (1, 16):
+            case = sweep_case(shape, num_rows, batch)
+            backend, (qkv, turn) = TritonBackend(case.pool, config=config), case.projection()
+            plan = case.plan(backend)
+            try:
+                for _ in range(2):
+                    plan.attend_projection(0, qkv, turn, num_heads=case.num_heads)
+            except triton.runtime.errors.OutOfResources:
+                break
+
+
+def keep_sweep(found: dict[str, dict[str, float]]) -> None:
+    folder = os.environ.get("OUT")
+    if folder:
+        (Path(folder) / "attention_sweep.json").write_text(json.dumps(found, indent=1))
+
+
+def sweep_long() -> None:
+    for lengths, num_rows in itertools.product(([32768] * 4, [131072] + [512] * 31), (1, 4)):
+        visible = chain(len(lengths), num_rows)
+        case = make_case(SHAPES["8B"], lengths, visible, num_layers=4)
+        cell = {}
+        for n, s in ((32, 4), (64, 3), (64, 4)):
+            for waves in (1, 2, 3, 4, 8):
+                config = TreeConfig(block_n=n, num_stages=s, waves=waves)
+                time_us = time_tree(case, config, pdl=True, replays=2)
+                cell[label(config)] = case.num_bytes / time_us * 1e6 / BANDWIDTH
+        best = sorted(cell, key=lambda name: -cell[name])
+        name = f"{len(lengths)} requests, the first {lengths[0] // 1024}k, Q{num_rows}"
+        shares = "; ".join(f"{cell[b]:.0%} {b}" for b in best[:4])
+        print(f"{name}: of the read bandwidth {shares}; worst {cell[best[-1]]:.0%} {best[-1]}")
 
 
 def tree_section() -> None:
@@ -537,6 +660,7 @@ def check_section() -> None:
 
 SECTIONS = {
     "check": check_section,
+    "sweep": sweep_section,
     "short": short_section,
     "tree": tree_section,
     "long": long_section,

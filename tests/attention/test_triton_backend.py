@@ -209,13 +209,15 @@ def test_a_level_of_a_draft() -> None:
     check(pair, plans, 6, 4)
 
 
+@pytest.mark.parametrize("combine", ["last", "apart"])
 @pytest.mark.parametrize("min_blocks", [1, 2, 50])
-def test_long_and_short_requests(min_blocks: int) -> None:
-    """A request in many splits beside ones in a single split, twice over the same counters."""
+def test_long_and_short_requests(min_blocks: int, combine: Any) -> None:
+    """A request in many splits beside ones in a single split, twice over the same counters; the
+    longest items come first."""
     from eyas.kernels.triton_attention_plan import TreeConfig
 
     lengths = [3, 900, 0, 17, 64]
-    config = TreeConfig(block_n=16, min_blocks=min_blocks, waves=20)
+    config = TreeConfig(block_n=16, min_blocks=min_blocks, waves=20, combine=combine)
     pair = make_pair(lengths, config=config)
     for seed in (1, 2):
         plans = tree_plans(pair, lengths, chain(5, 2))
@@ -223,6 +225,23 @@ def test_long_and_short_requests(min_blocks: int) -> None:
     splits = plans[1]._work.items_IF[:, 4]
     assert int(splits.max()) == {1: 29, 2: 29, 50: 2}[min_blocks]
     assert not pair.triton.workspace.take(0, 1, 0)[2].any()
+    used = plans[1]._work.items_IF[splits > 0]
+    longest_first = (used[:, 2] - used[:, 1]).diff()[:: int(splits.max())]
+    assert used[0, 0] == 1 and used[-1, 0] in (0, 2) and (longest_first <= 0).all()
+
+
+@pytest.mark.parametrize("num_requests", [1, 3, 4, 7])
+def test_alike_requests_are_cut_into_no_more_items_than_run_at_once(num_requests: int) -> None:
+    from eyas.kernels.triton_attention_plan import TreeConfig
+
+    lengths = [170] * num_requests
+    pair = make_pair(lengths, config=TreeConfig(block_n=16, waves=4), num_slots=8)
+    plans = tree_plans(pair, lengths, chain(num_requests, 2))
+    check(pair, plans, 2 * num_requests, 4)
+    slots, splits = 8, plans[1]._work.items_IF[:, 4]
+    assert len(splits) == slots + num_requests - 1
+    assert int((splits > 0).sum()) <= slots
+    assert int((splits > 0).sum()) == {1: 6, 3: 6, 4: 8, 7: 7}[num_requests]
 
 
 def test_padding_with_the_trash_slot() -> None:

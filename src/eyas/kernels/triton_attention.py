@@ -3,8 +3,8 @@
 
 Split-KV attention (Dao et al., "Flash-Decoding for long-context inference", 2023): a request's
 columns (its prefix, then its scratch nodes) are cut into items of about equal length; the program
-that finishes a request last combines them. triton_attention_plan writes the list of items once a
-forward. Oracle: attention.torch_backend.
+that finishes a request last combines them, or a second launch does (triton_attention_combine).
+triton_attention_plan writes the list of items once a forward. Oracle: attention.torch_backend.
 
 Counters are zero between launches: the program that combines resets its own.
 
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eyas.kernels.triton_attention_combine import combine, combine_rows, tile
 from eyas.kernels.triton_attention_plan import TreeWork
 from eyas.kernels.triton_attention_rotate import Rotation, load_rotated
 from eyas.kernels.triton_launch import (
@@ -30,47 +31,40 @@ from eyas.kernels.triton_launch import (
 
 
 @triton.jit
-def _combine(
-    partial_ptr, lse_ptr, out_ptr, first_item, splits, stride, out_stride, head, request, num_rows,
-    first_m, GROUP: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr,
-    SPLITS: tl.constexpr,
+def _load_rows(
+    k_ptr, v_ptr, row_N, ok_N, d, dv, k_stride: tl.constexpr, v_stride: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Weigh the partial results of a request's rows first_m .. first_m + ROWS - 1 of one head.
+    """Keys and values [N, D] of rows; not MASKED: of all of them."""
+    k_at = k_ptr + (row_N * k_stride)[:, None] + d[None, :]
+    v_at = v_ptr + (row_N * v_stride)[:, None] + dv[None, :]
+    if MASKED:
+        k_ND = tl.load(k_at, mask=ok_N[:, None] & (d < D)[None, :], other=0.0)
+        v_ND = tl.load(v_at, mask=ok_N[:, None] & (dv < DV)[None, :], other=0.0)
+    else:
+        if D == BLOCK_D:
+            k_ND = tl.load(k_at)
+        else:
+            k_ND = tl.load(k_at, mask=(d < D)[None, :], other=0.0)
+        if DV == BLOCK_DV:
+            v_ND = tl.load(v_at)
+        else:
+            v_ND = tl.load(v_at, mask=(dv < DV)[None, :], other=0.0)
+    return k_ND, v_ND
 
-    partial_ptr, lse_ptr: at this head of item 0; stride: rows from one item to the next.
-    """
-    m = first_m + tl.arange(0, ROWS)
-    dv = tl.arange(0, BLOCK_DV)
-    ok_M = m < num_rows * GROUP
-    top_M = tl.full([ROWS], float("-inf"), tl.float32)
-    sum_M = tl.zeros([ROWS], tl.float32)
-    acc_MD = tl.zeros([ROWS, BLOCK_DV], tl.float32)
-    for start in range(0, splits, SPLITS):
-        split = start + tl.arange(0, SPLITS)
-        row_SM = ((first_item + split) * stride)[:, None] + m[None, :]
-        ok_SM = (split < splits)[:, None] & ok_M[None, :]
-        # Not through the first-level cache: other multiprocessors have just written these.
-        lse_SM = tl.load(lse_ptr + row_SM, mask=ok_SM, other=float("-inf"), cache_modifier=".cg")
-        part_SMD = tl.load(
-            partial_ptr + row_SM[:, :, None] * DV + dv[None, None, :],
-            mask=ok_SM[:, :, None] & (dv < DV)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_M = tl.maximum(top_M, tl.max(lse_SM, 0))
-        safe_M = tl.where(new_M == float("-inf"), 0.0, new_M)
-        old_M = tl.exp2(top_M - safe_M)
-        weight_SM = tl.exp2(lse_SM - safe_M[None, :])
-        acc_MD = acc_MD * old_M[:, None] + tl.sum(part_SMD * weight_SM[:, :, None], 0)
-        sum_M = sum_M * old_M + tl.sum(weight_SM, 0)
-        top_M = new_M
-    out_MD = acc_MD / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
-    token_M = (request * num_rows + m // GROUP).to(tl.int64)
-    place_M = token_M * out_stride + (head * GROUP + m % GROUP) * DV
-    ok_MD = ok_M[:, None] & (dv < DV)[None, :]
-    tl.store(
-        out_ptr + place_M[:, None] + dv[None, :], out_MD.to(out_ptr.dtype.element_ty), mask=ok_MD
-    )
+
+@triton.jit
+def _update(s_MN, v_ND, top_M, sum_M, acc_MD):
+    """A step of the running softmax (scores in powers of two)."""
+    new_M = tl.maximum(top_M, tl.max(s_MN, 1))
+    safe_M = tl.where(new_M == float("-inf"), 0.0, new_M)
+    p_MN = tl.exp2(s_MN - safe_M[:, None])
+    old_M = tl.exp2(top_M - safe_M)
+    sum_M = sum_M * old_M + tl.sum(p_MN, 1)
+    acc_MD = acc_MD * old_M[:, None]
+    acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD, input_precision="ieee")
+    return new_M, sum_M, acc_MD
 
 
 @triton.jit
@@ -118,7 +112,8 @@ def _tree_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, FUSED: tl.constexpr,
-    HAS_NORM: tl.constexpr, PRELOADED: tl.constexpr, PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, PRELOADED: tl.constexpr, PREFETCH: tl.constexpr,
+    COMBINE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one item, one key/value head, BLOCK_M of its (row, query head) pairs.
 
@@ -131,16 +126,17 @@ def _tree_kernel(
         wait_for_inputs(PDL)
         let_next_start(PDL)
     item_ptr = items_ptr + tl.program_id(1) * 8
+    # All fields before the branch: one wait for all of them. Those of no work are not used.
     splits = tl.load(item_ptr + 4).to(tl.int32)
-    if splits == 0:
-        return
     request = tl.load(item_ptr).to(tl.int32)
     begin = tl.load(item_ptr + 1).to(tl.int32)
     end = tl.load(item_ptr + 2).to(tl.int32)
-    first_item = tl.load(item_ptr + 3).to(tl.int32)
+    first_item = tl.load(item_ptr + 3)
     prefix = tl.load(item_ptr + 5).to(tl.int32)
     scratch_row = tl.load(item_ptr + 6)
     seen = tl.load(item_ptr + 7)
+    if splits == 0:
+        return
     head = tl.program_id(0) % NUM_KV_HEADS
     first_m = (tl.program_id(0) // NUM_KV_HEADS) * BLOCK_M
     m = first_m + tl.arange(0, BLOCK_M)
@@ -154,12 +150,12 @@ def _tree_kernel(
     first_N = begin + tl.arange(0, BLOCK_N)
     # A step ahead: keys and values then wait for nothing, and more of them are under way.
     page_N = tl.load(table_ptr + (first_N + FIRST_INDEX) // PAGE, mask=first_N < prefix, other=0)
+    if PREFETCH:  # the prefix is old: it may come nearer before the projection is there
+        _prefetch_rows(
+            k_ptr, v_ptr, page_N * PAGE + (first_N + FIRST_INDEX) % PAGE, first_N < prefix,
+            NUM_KV_HEADS * D, NUM_KV_HEADS * DV, D, DV,
+        )  # fmt: skip
     if PRELOADED:
-        if PDL:  # the prefix is old: it may come nearer while the projection is still computed
-            _prefetch_rows(
-                k_ptr, v_ptr, page_N * PAGE + (first_N + FIRST_INDEX) % PAGE, first_N < prefix,
-                NUM_KV_HEADS * D, NUM_KV_HEADS * DV, D, DV,
-            )  # fmt: skip
         wait_for_inputs(PDL)
         let_next_start(PDL)
     token_M1 = row_M.to(tl.int64)[:, None]
@@ -172,7 +168,7 @@ def _tree_kernel(
                 num_rows, scratch_row + first_node, NUM_KV_HEADS * GROUP, NUM_KV_HEADS, D, DV, ROT,
                 BLOCK_Q, BLOCK_D, BLOCK_DV, HAS_NORM,
             )  # fmt: skip
-        tl.debug_barrier()  # the rows are read back by other threads of this program
+            tl.debug_barrier()  # the rows are read back by other threads of this program
         q_MD = load_rotated(
             base_M1, d, ok_MD, cos_ptr + token_M1 * ROT, sin_ptr + token_M1 * ROT, q_norm_ptr, eps,
             D, ROT, HAS_NORM,
@@ -184,40 +180,41 @@ def _tree_kernel(
     top_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sum_M = tl.zeros([BLOCK_M], tl.float32)
     acc_MD = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for start in tl.range(begin, end, BLOCK_N):
+    # Blocks of the prefix alone need no mask; the rest is a step or two.
+    num_full = tl.maximum(tl.minimum(end, prefix) - begin, 0) // BLOCK_N
+    rest = begin + num_full * BLOCK_N
+    for start in tl.range(begin, rest, BLOCK_N):
+        index_N = start + tl.arange(0, BLOCK_N) + FIRST_INDEX
+        in_next_N = index_N + (BLOCK_N - FIRST_INDEX) < prefix
+        next_page_N = tl.load(table_ptr + (index_N + BLOCK_N) // PAGE, mask=in_next_N, other=0)
+        row_N = page_N * PAGE + index_N % PAGE
+        k_ND, v_ND = _load_rows(
+            k_ptr, v_ptr, row_N, row_N, d, dv, NUM_KV_HEADS * D, NUM_KV_HEADS * DV, D, DV, BLOCK_D,
+            BLOCK_DV, False,
+        )  # fmt: skip
+        s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale
+        top_M, sum_M, acc_MD = _update(s_MN, v_ND, top_M, sum_M, acc_MD)
+        page_N = next_page_N
+    for start in tl.range(rest, end, BLOCK_N, num_stages=1):
         column_N = start + tl.arange(0, BLOCK_N)
-        index_N = column_N + FIRST_INDEX
         node_N = column_N - prefix
         paged_N = node_N < 0
-        in_next_N = (column_N + BLOCK_N < prefix) & (start + BLOCK_N < end)
-        next_page_N = tl.load(table_ptr + (index_N + BLOCK_N) // PAGE, mask=in_next_N, other=0)
         in_tail_N = (node_N >= 0) & (node_N < 64)
         shift_N = tl.where(in_tail_N, node_N, 0).to(tl.int64)
         # A node that no row sees may never have been written: not even loaded.
         ok_N = paged_N | (in_tail_N & (((seen >> shift_N) & 1) != 0))
-        row_N = tl.where(paged_N, page_N * PAGE + index_N % PAGE, scratch_row + node_N)
-        k_ND = tl.load(
-            k_ptr + (row_N * (NUM_KV_HEADS * D))[:, None] + d[None, :],
-            mask=ok_N[:, None] & (d < D)[None, :],
-            other=0.0,
+        # Only the first of these blocks can hold a part of the prefix.
+        row_N = tl.where(
+            paged_N, page_N * PAGE + (column_N + FIRST_INDEX) % PAGE, scratch_row + node_N
         )
-        v_ND = tl.load(
-            v_ptr + (row_N * (NUM_KV_HEADS * DV))[:, None] + dv[None, :],
-            mask=ok_N[:, None] & (dv < DV)[None, :],
-            other=0.0,
-        )
+        k_ND, v_ND = _load_rows(
+            k_ptr, v_ptr, row_N, ok_N, d, dv, NUM_KV_HEADS * D, NUM_KV_HEADS * DV, D, DV, BLOCK_D,
+            BLOCK_DV, True,
+        )  # fmt: skip
         s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale
         own_MN = ((bits_M[:, None] >> shift_N[None, :]) & 1) != 0
         s_MN = tl.where(paged_N[None, :] | (in_tail_N[None, :] & own_MN), s_MN, float("-inf"))
-        new_M = tl.maximum(top_M, tl.max(s_MN, 1))
-        safe_M = tl.where(new_M == float("-inf"), 0.0, new_M)
-        p_MN = tl.exp2(s_MN - safe_M[:, None])
-        old_M = tl.exp2(top_M - safe_M)
-        sum_M = sum_M * old_M + tl.sum(p_MN, 1)
-        acc_MD = acc_MD * old_M[:, None]
-        acc_MD = tl.dot(p_MN.to(v_ND.dtype), v_ND, acc_MD, input_precision="ieee")
-        top_M = new_M
-        page_N = next_page_N
+        top_M, sum_M, acc_MD = _update(s_MN, v_ND, top_M, sum_M, acc_MD)
 
     out_MD = acc_MD / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
     ok_MV = ok_M[:, None] & (dv < DV)[None, :]
@@ -234,14 +231,15 @@ def _tree_kernel(
         part_M = tl.program_id(1).to(tl.int64) * stride + m
         tl.store(lse_ptr + part_M, lse_M, mask=ok_M)
         tl.store(partial_ptr + part_M[:, None] * DV + dv[None, :], out_MD, mask=ok_MV)
-        tl.debug_barrier()  # all threads have stored before one of them counts
-        counter_ptr += request * tl.num_programs(0) + tl.program_id(0)
-        if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == splits - 1:
-            tl.store(counter_ptr, 0)
-            _combine(
-                partial_ptr, lse_ptr, out_ptr, first_item.to(tl.int64), splits, stride, out_stride,
-                head, request, num_rows, first_m, GROUP, DV, ROWS, BLOCK_DV, SPLITS,
-            )  # fmt: skip
+        if COMBINE:
+            tl.debug_barrier()  # all threads have stored before one of them counts
+            counter_ptr += request * tl.num_programs(0) + tl.program_id(0)
+            if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == splits - 1:
+                tl.store(counter_ptr, 0)
+                combine(
+                    partial_ptr, lse_ptr, out_ptr, first_item, splits, stride, out_stride, head,
+                    request, num_rows, first_m, GROUP, DV, ROWS, BLOCK_M, BLOCK_DV, SPLITS,
+                )  # fmt: skip
 
 
 class Workspace:
@@ -322,19 +320,31 @@ def attend_tree(
         FUSED=rotation is not None,
         HAS_NORM=rotation is not None and rotation.q_norm_D is not None,
         PRELOADED=preloaded,
+        PREFETCH=config.prefetch and isinstance(_tree_kernel, triton.runtime.JITFunction),
+        COMBINE=config.combine == "last",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **_block_sizes(work, size, v_size),
         **launch_options(),
     )
+    if config.combine == "apart":
+        combine_rows(
+            (partial, lse),
+            out_TE,
+            work.spans_B2,
+            num_rows=num_rows,
+            num_kv_heads=num_kv_heads,
+            num_groups=work.num_groups,
+        )
     return out_TE
 
 
 def _block_sizes(work: TreeWork, size: int, v_size: int) -> dict[str, int]:
     """Sizes of tiles: powers of two, and what the matrix units take at least."""
     num_rows = work.bits_BQ.shape[1]
-    rows = min(work.block_m, triton.next_power_of_2(num_rows * work.num_groups))
     block_dv = triton.next_power_of_2(max(v_size, 16))
+    most = min(work.block_m, triton.next_power_of_2(num_rows * work.num_groups))
+    rows, splits = tile(most, block_dv, work.config.num_warps)
     return {
         "BLOCK_M": work.block_m,
         "BLOCK_N": work.config.block_n,
@@ -342,6 +352,5 @@ def _block_sizes(work: TreeWork, size: int, v_size: int) -> dict[str, int]:
         "BLOCK_DV": block_dv,
         "BLOCK_Q": triton.next_power_of_2(num_rows),
         "ROWS": rows,
-        # Splits combined at once: what registers hold.
-        "SPLITS": max(1, min(16, 8192 // (rows * block_dv))),
+        "SPLITS": splits,
     }

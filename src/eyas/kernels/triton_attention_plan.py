@@ -11,6 +11,7 @@ Shape suffixes: B requests, Q rows a request, N scratch nodes, I items, F fields
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import torch
 import triton
@@ -25,16 +26,28 @@ def _or(a, b):
     return a | b
 
 
+@triton.jit
+def _cut(blocks_B, wanted, min_blocks, slots):
+    """(blocks an item for `wanted` of them at most, an estimate of the time in blocks): the longest
+    item, and before it the others, where not all run at once."""
+    total = tl.sum(blocks_B, 0)
+    chunk = tl.maximum((total + wanted - 1) // wanted, min_blocks)
+    splits_B = (blocks_B + chunk - 1) // chunk
+    longest = tl.max((blocks_B + splits_B - 1) // tl.maximum(splits_B, 1), 0)
+    wait = tl.where(tl.sum(splits_B, 0) > slots, total // slots, 0)
+    return chunk, longest + wait
+
+
 @triton.jit(
     do_not_specialize=[
-        "first_index", "most_index", "num_requests", "num_rows", "num_nodes", "num_items", "extra",
+        "first_index", "most_index", "num_requests", "num_rows", "num_nodes", "num_items", "slots",
         "first_node", "first_scratch_row", "num_scratch_rows", "min_blocks",
     ]
 )  # fmt: skip
 def _plan_tree_kernel(
-    end_ptr, slots_ptr, visible_ptr, items_ptr, bits_ptr, write_ptr, visible_stride_b,
+    end_ptr, slots_ptr, visible_ptr, items_ptr, bits_ptr, write_ptr, spans_ptr, visible_stride_b,
     visible_stride_q, visible_stride_n, first_index, most_index, num_requests, num_rows, num_nodes,
-    num_items, extra, first_node, first_scratch_row, num_scratch_rows, min_blocks,
+    num_items, slots, first_node, first_scratch_row, num_scratch_rows, min_blocks,
     BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     """One program a request; each counts all requests' blocks anew, which costs one load."""
@@ -44,11 +57,19 @@ def _plan_tree_kernel(
     prefix_B = tl.maximum(tl.minimum(end_B, most_index) - first_index, 0)
     blocks_B = (prefix_B + num_nodes + BLOCK_N - 1) // BLOCK_N
     blocks_B = tl.where(b < num_requests, blocks_B, 0)
-    # sum(ceil(blocks / chunk)) <= extra + num_requests = num_items.
-    chunk = tl.maximum((tl.sum(blocks_B, 0) + extra - 1) // extra, min_blocks)
+    # sum(ceil(blocks / chunk)) < total / chunk + num_requests: no item too many in either way, and
+    # in the second all run at once.
+    chunk, cost = _cut(blocks_B, slots, min_blocks, slots)
+    other, other_cost = _cut(blocks_B, tl.maximum(slots - num_requests + 1, 1), min_blocks, slots)
+    chunk = tl.where(other_cost <= cost, other, chunk)
     splits_B = (blocks_B + chunk - 1) // chunk
+    each_B = (blocks_B + splits_B - 1) // tl.maximum(splits_B, 1)  # even: the last is not a stub
     mine_B = b == request
-    first_item = tl.sum(tl.where(b < request, splits_B, 0), 0)
+    each = tl.sum(tl.where(mine_B, each_B, 0), 0)
+    # Long items first: short ones then fill what is left at the end.
+    before_B = (each_B > each) | ((each_B == each) & (b < request))
+    first_item = tl.sum(tl.where(before_B, splits_B, 0), 0)
+    num_used = tl.sum(splits_B, 0)
     splits = tl.sum(tl.where(mine_B, splits_B, 0), 0)
     blocks = tl.sum(tl.where(mine_B, blocks_B, 0), 0)
     prefix = tl.sum(tl.where(mine_B, prefix_B, 0), 0)
@@ -69,7 +90,8 @@ def _plan_tree_kernel(
     tl.store(bits_ptr + row, bits_Q, mask=q < num_rows)
     tl.store(write_ptr + row, scratch_row + first_node + q, mask=q < num_rows)
 
-    each = (blocks + splits - 1) // splits  # even: the last split is not a stub
+    tl.store(spans_ptr + request * 2, first_item.to(tl.int64))
+    tl.store(spans_ptr + request * 2 + 1, splits.to(tl.int64))
     for start in range(0, splits, BLOCK_I):
         split = start + tl.arange(0, BLOCK_I)
         ok = split < splits
@@ -85,21 +107,28 @@ def _plan_tree_kernel(
         tl.store(item_ptr + 6, tl.zeros_like(begin) + scratch_row, mask=ok)
         tl.store(item_ptr + 7, tl.zeros_like(begin) + seen, mask=ok)
     if request == num_requests - 1:  # what is left of the list has no work
-        for start in range(first_item + splits, num_items, BLOCK_I):
+        for start in range(num_used, num_items, BLOCK_I):
             item = start + tl.arange(0, BLOCK_I)
             tl.store(items_ptr + item * 8 + 4, tl.zeros_like(item).to(tl.int64), item < num_items)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TreeConfig:
-    """How the work is cut. block_n: columns a step. waves: programs aimed at for a long batch, per
-    multiprocessor. min_blocks: steps below which an item is not cut."""
+    """How the work is cut, and by what it is put together.
+
+    block_n: columns a step. waves: programs that a multiprocessor runs at once; about so many are
+    made. min_blocks: steps below which an item is not cut. combine: partial results are added by
+    the last program of a request, or by a launch apart. prefetch: the first step's keys and values
+    are sent for before the queries.
+    """
 
     block_n: int = 64
     num_warps: int = 4
     num_stages: int = 3
-    waves: int = 8
-    min_blocks: int = 2
+    waves: int = 2
+    min_blocks: int = 1
+    combine: Literal["last", "apart"] = "last"
+    prefetch: bool = True
 
 
 def choose_tree_config(dtype: torch.dtype, head_dim: int, shared_bytes: int) -> TreeConfig:
@@ -110,24 +139,25 @@ def choose_tree_config(dtype: torch.dtype, head_dim: int, shared_bytes: int) -> 
     """
     if dtype.itemsize == 4:
         return TreeConfig(block_n=32, num_stages=1)
+    width = 2 * triton.next_power_of_2(head_dim) * dtype.itemsize
+    # Small steps: four programs' fit, each with some on the way, and prologues are short.
+    block_n = max(16, min(64, 16 * 1024 // width))
     rest = 48 * 1024  # at most: queries and weights on their way to the matrix units
-    for block_n in (64, 32) if head_dim <= 128 else (32,):
-        step = 2 * block_n * triton.next_power_of_2(head_dim) * dtype.itemsize
-        num_steps = max(2, min(3, shared_bytes // 2 // step))
-        if num_steps * step + rest <= shared_bytes:
-            return TreeConfig(block_n=block_n, num_stages=1 + num_steps)
-    return TreeConfig(block_n=16, num_stages=2)
+    num_steps = 3 if 3 * block_n * width + rest <= shared_bytes else 1
+    return TreeConfig(block_n=block_n, num_stages=1 + num_steps)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TreeWork:
     """One forward's plan on the device, shared by its layers.
 
-    items_IF: int64 [I, ITEM_FIELDS]. bits_BQ: int64, the nodes that each row sees. write_T: int64
+    items_IF: int64 [I, ITEM_FIELDS]. spans_B2: int64, first item and splits of each request.
+    bits_BQ: int64, the nodes that each row sees. write_T: int64
     pool rows of the new rows. num_m: blocks of (row, query head) pairs of one key/value head.
     """
 
     items_IF: Tensor
+    spans_B2: Tensor
     bits_BQ: Tensor
     write_T: Tensor
     page_table_BP: Tensor
@@ -190,9 +220,10 @@ def plan_tree(
     num_requests, num_rows, num_nodes = visible_BQN.shape
     block_m = choose_block_m(num_rows * num_groups, pool.dtype, pool.head_dim)
     per_item = pool.num_kv_heads * triton.cdiv(num_rows * num_groups, block_m)
-    extra = max(1, config.waves * num_processors // per_item)
+    slots = max(1, config.waves * num_processors // per_item)
     work = TreeWork(
-        items_IF=slots_B.new_empty(num_requests + extra, ITEM_FIELDS, dtype=torch.int64),
+        items_IF=slots_B.new_empty(num_requests + slots - 1, ITEM_FIELDS, dtype=torch.int64),
+        spans_B2=slots_B.new_empty(num_requests, 2, dtype=torch.int64),
         bits_BQ=slots_B.new_empty(num_requests, num_rows, dtype=torch.int64),
         write_T=slots_B.new_empty(num_requests * num_rows, dtype=torch.int64),
         page_table_BP=table_BP if table_BP.stride(1) == 1 else table_BP.contiguous(),
@@ -210,6 +241,7 @@ def plan_tree(
         work.items_IF,
         work.bits_BQ,
         work.write_T,
+        work.spans_B2,
         *visible_BQN.stride(),
         inputs.first_index,
         table_BP.shape[1] * pool.page_size,
@@ -217,7 +249,7 @@ def plan_tree(
         num_rows,
         num_nodes,
         len(work.items_IF),
-        extra,
+        slots,
         inputs.first_node,
         pool.num_page_rows,
         pool.num_scratch_rows,

@@ -156,8 +156,6 @@ class _Check:
         self.target_config = target = served_vision(
             target, checkpoint, images=self.config.images, findings=self.findings
         )
-        if takes_images:
-            self.facts["images"] = describe_images(target)
         self.dtype = resolve_dtype(self.config, target, checkpoint)
         self.draft_dtype = resolve_draft_dtype(self.config, self.dtype)
         self.division = divide(
@@ -168,6 +166,8 @@ class _Check:
         self.parallel = self.division.parallel
         is_comparable = report_dtype("target", target, checkpoint, self.dtype, self.findings)
         self.facts["target"] = describe_target(target)
+        if takes_images:
+            self.facts["images"] = describe_images(target)
         report_end_tokens(target, self.findings)
         try:
             model_class = target_class(target.architecture)

@@ -45,6 +45,7 @@ SURFACE = {
     "--step-decay --require-kept-argmax/--no-require-kept-argmax --learning-rate "
     "--final-learning-rate-ratio --warmup-ratio --clip-norm --tokens-per-step "
     "--tokens-per-batch --max-length --log-every --checkpoint-every --seed",
+    "wait": "url --timeout",
     "check": f"{ENGINE} --device-memory --json --explain",
     "audit": "path --engine --class --json --baseline",
     "bench offline": ENGINE.replace("--max-batch-size ", "").replace(f"{CACHING} ", "")

@@ -14,6 +14,7 @@ from eyas.cli.errors import EyasGroup
 from eyas.cli.generate import demo, generate
 from eyas.cli.serve import serve
 from eyas.cli.train import train
+from eyas.cli.wait import wait
 
 app = typer.Typer(
     cls=EyasGroup,
@@ -45,6 +46,6 @@ def main(
     """Serve large language models with EAGLE-3 speculative decoding."""
 
 
-for _command in (demo, generate, serve, train, check, audit):
+for _command in (demo, generate, serve, wait, train, check, audit):
     app.command()(_command)
 app.add_typer(bench_app, name="bench")

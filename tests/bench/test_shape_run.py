@@ -22,7 +22,7 @@ NUM_PROFILED = 5
 
 def settings(**changes: object) -> ShapeSettings:
     given = with_draft_defaults({"model": "tiny", "dtype": "float32", "device": "cpu"})
-    values = {"prompt_tokens": 24, "new_tokens": 40, "repeats": 2, "threads": 1}
+    values = {"prompt_tokens": (24,), "new_tokens": 40, "repeats": 2, "threads": 1}
     return ShapeSettings(engine=EngineConfig(**given), **(values | changes))
 
 
@@ -151,7 +151,7 @@ def test_plain_alone(small: object) -> None:
         ShapeSettings(
             engine=EngineConfig(**given),
             batch_sizes=(2,),
-            prompt_tokens=8,
+            prompt_tokens=(8,),
             new_tokens=8,
             repeats=1,
             threads=1,
@@ -162,6 +162,21 @@ def test_plain_alone(small: object) -> None:
     (times,) = found.times
     assert (times.rounds, found.dtype) == ("plain", "bfloat16")
     assert found.cost.fc_bytes == 0 and seen == [(1, 1)]
+
+
+def test_one_long_prompt_beside_short_ones(small: object) -> None:
+    given = settings(batch_sizes=(1, 3), prompt_tokens=(100, 10), profile=False, repeats=1)
+    assert given.lengths(1) == [100] and given.lengths(3) == [100, 10, 10]
+    config = given.engine_config()
+    assert config.max_model_len == 140
+    assert config.kv_cache_tokens is not None
+    assert 240 < config.kv_cache_tokens < 240 + 3 * 64  # not three times the longest
+    found = run_shape(given)
+    for times, prompt_tokens in zip(found.times[:2], (100, 120), strict=True):
+        assert times.rounds == "plain"  # a token a round and request
+        context = prompt_tokens + times.batch_size * times.num_rounds / 2
+        expected = found.cost.target_bytes + found.cost.target_kv_bytes * context
+        assert times.floor.num_bytes == expected
 
 
 def test_a_batch_leaves_nothing_behind(small: object, tmp_path: Path) -> None:
@@ -187,7 +202,7 @@ def test_a_batch_leaves_nothing_behind(small: object, tmp_path: Path) -> None:
         ({"batch_sizes": ()}, "--batch must be at least 1"),
         ({"batch_sizes": (2, 0)}, "--batch must be at least 1"),
         ({"repeats": 0}, "--repeats must"),
-        ({"prompt_tokens": 0}, "--prompt-tokens must"),
+        ({"prompt_tokens": (9, 0)}, "--prompt-tokens must"),
         ({"threads": 0}, "--threads must"),
         ({"new_tokens": 15}, "--new-tokens must be at least 16"),
         ({"profile": False, "trace": Path("t")}, "leave --no-profile out"),

@@ -42,9 +42,10 @@ def render(result: ShapeResult, console: Console) -> None:
     machine = about["machine"].get("gpu") or f"{about['machine']['cpu']}, {result.threads} threads"
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     ceilings = result.ceilings
+    lengths = ", ".join(map(str, result.prompt_tokens))
     lines = [
         f"{machine}; {versions}",
-        f"{result.shape}, random weights in {result.dtype}, {result.prompt_tokens} + "
+        f"{result.shape}, random weights in {result.dtype}, {lengths} + "
         f"{result.new_tokens} tokens, greedy, without prefill; median of {result.repeats}",
         f"measured: copy {ceilings.copy_rate / 1e12:.3g} TB/s, read "
         f"{ceilings.read_rate / 1e12:.3g} TB/s, {ceilings.product_size}³ product "

@@ -40,14 +40,15 @@ class ShapeSettings:
     """What to run. Raises ConfigError on contradictions.
 
     engine: its model is the shape (shapes.SHAPES, or the path of a config.json), its draft
-    "random" or none; max_batch_size, max_model_len and prefill_chunk_tokens follow from the rest.
+    "random" or none; max_batch_size, max_model_len, kv_cache_tokens and prefill_chunk_tokens
+    follow from the rest. prompt_tokens: of the prompts in order, the last of all further ones.
     profile: whether rounds are also recorded for how a round's time is spent. trace: where to
     keep the recording of the first batch size (with the draft, if there is one).
     """
 
     engine: EngineConfig
     batch_sizes: tuple[int, ...] = (1, 4, 16, 64)
-    prompt_tokens: int = 512
+    prompt_tokens: tuple[int, ...] = (512,)
     new_tokens: int = 256
     repeats: int = 3
     threads: int | None = None
@@ -57,7 +58,7 @@ class ShapeSettings:
     def __post_init__(self) -> None:
         counts = {
             "batch": min(self.batch_sizes, default=0),
-            "prompt-tokens": self.prompt_tokens,
+            "prompt-tokens": min(self.prompt_tokens, default=0),
             "repeats": self.repeats,
             "threads": self.threads,
         }
@@ -78,14 +79,24 @@ class ShapeSettings:
         rounds = NUM_PROFILED + _PROFILE_WARM_UP
         return max(self.new_tokens, rounds * (self.engine.tree_shape().depth + 1))
 
+    def lengths(self, batch_size: int) -> list[int]:
+        """Prompt lengths of a batch."""
+        *first, last = self.prompt_tokens
+        return (first + [last] * batch_size)[:batch_size]
+
     def engine_config(self) -> EngineConfig:
         """The engine's settings, sized for this run."""
-        batch = max(self.batch_sizes)
-        chunk = min(batch * self.prompt_tokens, _MAX_CHUNK_TOKENS)
+        batch, page = max(self.batch_sizes), self.engine.page_size
+        lengths = self.lengths(batch)
+        chunk = min(sum(lengths), _MAX_CHUNK_TOKENS)
+        # A page that is not full, and what the next rounds may need.
+        spare = page + 4 * (self.engine.tree_shape().depth + 1)
+        needed = sum(-(-(n + self.most_new_tokens + spare) // page) * page for n in lengths)
         return dataclasses.replace(
             self.engine,
             max_batch_size=batch,
-            max_model_len=self.prompt_tokens + self.most_new_tokens,
+            max_model_len=max(lengths) + self.most_new_tokens,
+            kv_cache_tokens=self.engine.kv_cache_tokens or needed,
             prefill_chunk_tokens=max(chunk, self.engine.prefill_chunk_tokens),
             prefix_caching=False,
         )
@@ -129,7 +140,7 @@ class ShapeResult:
     dtype: str
     device: str
     threads: int
-    prompt_tokens: int
+    prompt_tokens: tuple[int, ...]
     new_tokens: int
     repeats: int
     profiled: bool
@@ -173,11 +184,13 @@ class _ShapeBench:
         self.ceilings = measure_ceilings(device, self.models.dtype)
         self.cost = self._cost(self.reports[-1])
         vocab_size = self.models.target.vocab_size
-        self.prompts = random_prompts(
+        lengths = settings.lengths(max(settings.batch_sizes))
+        prompts = random_prompts(
             int(vocab_size),  # type: ignore[arg-type]
-            count=max(settings.batch_sizes),
-            num_tokens=settings.prompt_tokens,
+            count=len(lengths),
+            num_tokens=max(lengths),
         )
+        self.prompts = [p[:length] for p, length in zip(prompts, lengths, strict=True)]
         self._num_done = 0
 
     def run(self) -> ShapeResult:
@@ -272,7 +285,7 @@ class _ShapeBench:
         floor = self.cost.floor(
             tree,
             batch_size=batch_size,
-            context_tokens=self.settings.prompt_tokens + made / 2,
+            context_tokens=sum(self.settings.lengths(batch_size)) / batch_size + made / 2,
             ceilings=self.ceilings,
         )
         round_ms = Spread.of([1000 * sample.round_seconds for sample in samples])

@@ -40,10 +40,11 @@ Batch = Annotated[
     ),
 ]
 PromptTokens = Annotated[
-    int | None,
+    Any,
     typer.Option(
         help="Length of every prompt (default 128; with --prompts, each one's own; with --shape "
-        "512)."
+        "512, or several lengths, the last one of all further prompts).",
+        **number_list("--prompt-tokens", int),
     ),
 ]
 NewTokens = Annotated[
@@ -147,6 +148,10 @@ def _offline_model(
     config: EngineConfig, given: dict[str, Any], *, plot: Path | None, json_file: Path | None
 ) -> int:
     _refuse(given, _OF_SHAPES, "needs --shape")
+    if "prompt_tokens" in given:
+        given["prompt_tokens"], *more = given["prompt_tokens"]
+        if more:
+            raise ConfigError("several --prompt-tokens need --shape: give one length")
     with ProgressBars() as bars:
         from eyas.bench import report  # heavy: torch
         from eyas.bench.offline import OfflineSettings, run_offline

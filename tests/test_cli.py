@@ -130,6 +130,7 @@ def test_both_ways_to_start(command: list[str]) -> None:
         ("bench offline --shape tiny --new-tokens 3", "--new-tokens must be at least 16"),
         ("bench offline --shape tiny --no-profile --trace t", "leave --no-profile out"),
         ("bench offline x --trace t", "--trace needs --shape"),
+        ("bench offline x --prompt-tokens 9,8", "several --prompt-tokens need --shape"),
         ("bench serving http://127.0.0.1:1 --rate 0", "--rate must be above 0"),
         ("bench serving http://127.0.0.1:1 -- --topk 2", "give a MODEL"),
         ("bench serving http://127.0.0.1:1", "does not answer as a server"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -179,3 +180,4 @@ def test_a_killed_engine_ends_the_server_with_one_report(servers: tuple[Process,
     assert not Path(f"/proc/{pid}").exists()
     log = spec.log.read_text()
     assert log.count("the engine died") == 1 and "Traceback" not in log
+    assert all(json.loads(line)["message"] for line in log.splitlines())

@@ -17,9 +17,11 @@ def load_for_serving(config: EngineConfig, progress: Progress) -> tuple[Engine, 
     """Check, then load. Raises CheckError with all findings, EyasError for a missing tokenizer."""
     clock = StageClock()
     from eyas.engine.acceptance_probe import probe_acceptance  # heavy: torch
+    from eyas.engine.library_logs import adopt_library_logs
     from eyas.engine.load import load_engine, resolve_folders
     from eyas.engine.load_tokenizer import load_tokenizer
 
+    adopt_library_logs()
     clock.lap("import")
     config = resolve_folders(config, progress=progress)
     tokenizer = load_tokenizer(config)

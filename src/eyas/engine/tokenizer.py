@@ -49,7 +49,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        # verbose: it would warn of texts that are longer than the tokenizer's file says.
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return [int(token) for token in ids]
 
     def least_tokens(self, num_characters: int) -> int:

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from eyas.config import ConfigError, EngineConfig
 from eyas.engine.async_engine import EngineDeadError
 from eyas.engine.engine_process import EngineProcess, Loaded, LoadError
+from eyas.engine.library_logs import adopt_library_logs
 from eyas.engine.serving_load import load_for_serving
 from eyas.engine.tokenizer import Tokenizer
 from eyas.models.embedded import Progress
@@ -174,7 +175,8 @@ class _Life:
 
     async def _start(self) -> Service:
         """Load the engine, and this process's tokenizer beside it; show that an answer comes."""
-        importing = asyncio.create_task(asyncio.to_thread(_import_transformers))
+        # It imports transformers, which takes as long as the load of a small model.
+        importing = asyncio.create_task(asyncio.to_thread(adopt_library_logs))
         loaded = await self._engine.load(_ProgressLog(self._state).report)
         for fact in loaded.facts:
             logger.info("%s", fact)
@@ -221,12 +223,6 @@ async def _warm_up(engine: EngineClient) -> None:
             raise LoadError(f"the first completion failed: {output.error}")
     finally:
         stream.close()
-
-
-def _import_transformers() -> None:
-    import transformers
-
-    _ = transformers.AutoTokenizer
 
 
 async def _idle(service: Service) -> None:

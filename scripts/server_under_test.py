@@ -50,11 +50,28 @@ def _is_ready(url: str) -> bool:
 
 def resident_mib(pid: int) -> float:
     """Resident memory of a process and its children."""
-    pids, total = [pid], 0.0
-    for one in pids:
-        folder = Path(f"/proc/{one}")
+    total = 0.0
+    for folder in _family(pid):
         with contextlib.suppress(OSError):
-            for thread in (folder / "task").iterdir():
-                pids += map(int, (thread / "children").read_text().split())
             total += int((folder / "statm").read_text().split()[1]) * 4096 / 2**20
     return total
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process and its children have computed: time in which neighbours do not count."""
+    ticks = 0
+    for folder in _family(pid):
+        with contextlib.suppress(OSError):
+            fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+            ticks += int(fields[11]) + int(fields[12])  # user, system
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _family(pid: int) -> list[Path]:
+    folders = [Path(f"/proc/{pid}")]
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            for thread in (folder / "task").iterdir():
+                children = (thread / "children").read_text().split()
+                folders += [Path(f"/proc/{child}") for child in children]
+    return folders

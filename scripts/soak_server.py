@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from random_model import write_random_model
-from server_under_test import resident_mib, running_server
+from server_under_test import cpu_seconds, resident_mib, running_server
 
 MOST_GROWTH_MIB = 24.0
-REQUEST_SECONDS = 120.0  # longer is stuck
+REQUEST_SECONDS = 120.0  # longer is stuck: of the server's computing, for it may have neighbours
+SILENT_SECONDS, SILENT_COMPUTED = 300.0, 5.0  # or so little computed in a time of the clock
 WARM_SHARE = 0.3  # of the time, before memory counts
 
 
@@ -44,7 +45,27 @@ def make_body(rng: random.Random) -> bytes:
     return json.dumps(body).encode()
 
 
-async def request(port: int, rng: random.Random) -> str:
+class StuckError(Exception):
+    """An answer that does not come."""
+
+
+async def read_all(reader: asyncio.StreamReader, pid: int, leave_after: float | None) -> bytes:
+    """A whole answer. Raises TimeoutError after leave_after seconds, StuckError if none comes."""
+    if leave_after is not None:
+        return await asyncio.wait_for(reader.read(-1), leave_after)
+    reading = asyncio.ensure_future(reader.read(-1))
+    started, computed = time.monotonic(), cpu_seconds(pid)
+    while not reading.done():
+        await asyncio.wait({reading}, timeout=5)
+        passed, done = time.monotonic() - started, cpu_seconds(pid) - computed
+        is_silent = passed > SILENT_SECONDS and done < SILENT_COMPUTED
+        if not reading.done() and (done > REQUEST_SECONDS or is_silent):
+            reading.cancel()
+            raise StuckError
+    return reading.result()
+
+
+async def request(port: int, pid: int, rng: random.Random) -> str:
     """One request: "ok" or "left"; anything else raises."""
     body = make_body(rng)
     leave_after = rng.uniform(0, 0.5) if rng.random() < 0.33 else None
@@ -52,12 +73,11 @@ async def request(port: int, rng: random.Random) -> str:
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
     writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     try:
-        limit = REQUEST_SECONDS if leave_after is None else leave_after
-        answer = await asyncio.wait_for(reader.read(-1), limit)
+        answer = await read_all(reader, pid, leave_after)
     except TimeoutError:
-        if leave_after is None:
-            raise SystemExit(f"stuck for {REQUEST_SECONDS:.0f} s: {body.decode()}") from None
         return "left"
+    except StuckError:
+        raise SystemExit(f"stuck: {body.decode()}") from None
     finally:
         writer.close()
         with contextlib.suppress(ConnectionError):
@@ -76,7 +96,7 @@ async def soak(url: str, pid: int, *, seconds: float, num_clients: int) -> tuple
     async def client(number: int) -> None:
         rng = random.Random(number)
         while time.monotonic() - started < seconds:
-            outcome = await request(port, rng)
+            outcome = await request(port, pid, rng)
             counts[outcome] += 1
 
     async def watch() -> None:

@@ -84,15 +84,9 @@ def draft(state: SimpleNamespace, depth: int, topk: int, num_nodes: int) -> dict
     return start
 
 
-def verify(state: SimpleNamespace, start: dict[str, Tensor], depth: int) -> None:
-    """Its second half."""
-    from eyas.kernels import (
-        triton_process,
-        triton_round,
-        triton_sampling,
-        triton_settle,
-        triton_truncate,
-    )
+def choose(state: SimpleNamespace, start: dict[str, Tensor]) -> None:
+    """The target's choices, with every processor."""
+    from eyas.kernels import triton_process, triton_sampling, triton_truncate
 
     slots_B, token_BN, position_T = numbers(REQUESTS), start["token_BN"], start["position_BN"]
     num_nodes = token_BN.shape[1]
@@ -106,27 +100,22 @@ def verify(state: SimpleNamespace, start: dict[str, Tensor], depth: int) -> None
         bias=True,
         tree=(token_BN, token_BN, visible),
     )
-    settings = {"temperature_S": state.temperature_S, "seed_S": state.seed_S}
+    limits = {name: getattr(state, name) for name in ("temperature_S", "top_k_S", "top_p_S")}
+    settings = {name: getattr(state, name) for name in ("temperature_S", "seed_S", "min_p_S")}
     for logits in (logits_TV, processed_TV):
-        bounds = triton_truncate.truncation_bounds(
-            logits,
-            slots_B,
-            temperature_S=state.temperature_S,
-            top_k_S=state.top_k_S,
-            top_p_S=state.top_p_S,
-        )
+        bounds = triton_truncate.truncation_bounds(logits, slots_B, **limits)
         triton_sampling.choose(
-            logits,
-            slots_B,
-            position_T.view(-1),
-            offset=1,
-            min_p_S=state.min_p_S,
-            noise=True,
-            bounds=bounds,
-            **settings,
+            logits, slots_B, position_T.view(-1), offset=1, noise=True, bounds=bounds, **settings
         )
+
+
+def settle(state: SimpleNamespace, start: dict[str, Tensor], depth: int) -> None:
+    """What follows the choices."""
+    from eyas.kernels import triton_round, triton_settle
+
+    slots_B, token_BN = numbers(REQUESTS), start["token_BN"]
     places = triton_settle.Places(
-        page_size=16, trash_row=16, trash_page=1, first_scratch=99, num_scratch=num_nodes
+        page_size=16, trash_row=16, trash_page=1, first_scratch=99, num_scratch=64
     )
     for rate_D in (None, torch.zeros(depth)):
         outcome = triton_settle.settle(
@@ -135,7 +124,7 @@ def verify(state: SimpleNamespace, start: dict[str, Tensor], depth: int) -> None
             slots_B,
             token_BN,
             token_BN,
-            position_T.view(-1),
+            start["position_BN"].view(-1),
             depth=depth,
             count=True,
             rate_D=rate_D,
@@ -167,7 +156,9 @@ def test_all_kernels_of_a_round_compile(
     triton_launch.use_pdl(dependent)
     try:
         with compiling_for(90) as compiled:
-            verify(state, draft(state, depth, topk, num_nodes), depth)
+            start = draft(state, depth, topk, num_nodes)
+            choose(state, start)
+            settle(state, start, depth)
     finally:
         triton_launch.use_pdl(None)
     assert len(compiled) > 14

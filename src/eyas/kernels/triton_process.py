@@ -168,11 +168,8 @@ def process(
         **launch_options(),
     )
     if bias:
-        ids_SA, values_SA, stops_SM = (
-            tensors.bias_id_SA,
-            tensors.bias_value_SA,
-            tensors.stop_ids_SM,
-        )
+        ids_SA, values_SA = tensors.bias_id_SA, tensors.bias_value_SA
+        stops_SM = tensors.stop_ids_SM
         _bias_kernel[(num_rows,)](
             out_TV,
             slots_B,

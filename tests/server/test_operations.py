@@ -185,6 +185,14 @@ def test_a_line_a_request_without_what_was_asked(
     assert all("\n" not in line for line in lines)
 
 
+def test_what_went_wrong_in_a_stream_is_in_its_line(
+    make_server: MakeServer, log: Callable[[logging.Formatter], list[str]]
+) -> None:
+    lines = log(_TextFormatter())
+    make_server(FakeEngine(says([0], EngineDeadError("gone")))).complete([1], stream=True)
+    assert "200" in lines[-1] and "outcome=error error=engine_dead" in lines[-1]
+
+
 def test_the_log_as_json(
     make_server: MakeServer, log: Callable[[logging.Formatter], list[str]]
 ) -> None:

@@ -92,10 +92,13 @@ def test_a_client_that_does_not_finish_its_body(make_server: MakeServer) -> None
     run(test())
 
 
-def test_a_declared_length_over_the_limit_is_refused_unread(make_server: MakeServer) -> None:
+@pytest.mark.parametrize("length", [101, "9" * 5000])
+def test_a_declared_length_over_the_limit_is_refused_unread(
+    make_server: MakeServer, length: int | str
+) -> None:
     async def test() -> None:
         server = make_server(FakeEngine(says([0])), max_body_bytes=100)
-        connection = Connection(server, CHAT, b"x" * 101, length=101)
+        connection = Connection(server, CHAT, b"x" * 101, length=length)
         await connection.task
         assert connection.status == 413
         assert json.loads(connection.text)["error"]["code"] == "body_too_large"

@@ -163,7 +163,7 @@ class _Routes:
         return body
 
     async def _answer(
-        self, request: Request, kind: type[Body], start: Start[Body], answer: Format
+        self, request: Request, kind: type[Body], start: Start[Body], form: Format
     ) -> Response:
         """Start a generation and answer with its stream, or with the whole of it.
 
@@ -179,7 +179,7 @@ class _Routes:
                 generation = await start(service, body)
                 meter.accept(generation.num_prompt_tokens)
                 generation.on_piece = meter.piece
-                return await self._response(generation, body, answer, meter)
+                return await self._response(generation, body, form, meter)
 
             return await unless_client_leaves(request.receive, run())
         except ClientGoneError:
@@ -191,9 +191,9 @@ class _Routes:
             return error_response(api_error)
 
     async def _response(
-        self, generation: Generation, body: GenerationRequest, answer: Format, meter: Meter
+        self, generation: Generation, body: GenerationRequest, form: Format, meter: Meter
     ) -> Response:
-        envelope = Envelope(answer, self._model)
+        envelope = Envelope(form, self._model)
         if body.stream:
             content = events(generation, envelope, meter, told=body.usage_in_stream)
             return EventStream(generation, content, meter)

@@ -63,11 +63,17 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal server error: the server's log says more", code="internal")
 
 
-def error_response(error: Exception, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """The response to a request that failed before its first byte."""
+def told_error(error: Exception) -> ApiError:
+    """The same, noted for the request's line in the log."""
     api_error = as_api_error(error)
     if (exchange := current_exchange()) is not None:
         exchange.refuse(api_error.code, api_error.param)
+    return api_error
+
+
+def error_response(error: Exception, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """The response to a request that failed before its first byte."""
+    api_error = told_error(error)
     return JSONResponse(api_error.body(), api_error.status, headers)
 
 

@@ -93,10 +93,10 @@ Format = ChatFormat | CompletionFormat
 class Envelope:
     """What all chunks of one answer have in common."""
 
-    def __init__(self, answer: Format, model: ModelCard) -> None:
-        self.answer = answer
+    def __init__(self, form: Format, model: ModelCard) -> None:
+        self.form = form
         self._common = {
-            "id": answer.id_prefix + uuid.uuid4().hex,
+            "id": form.id_prefix + uuid.uuid4().hex,
             "created": int(time.time()),
             "model": model.name,
             "system_fingerprint": model.fingerprint,
@@ -104,12 +104,12 @@ class Envelope:
 
     def whole(self, pieces: list[Piece], generation: Generation) -> dict[str, Any]:
         """The answer in one object."""
-        choices = [self.answer.choice(piece) for piece in pieces]
-        return self._object(self.answer.whole, choices) | {"usage": usage(generation)}
+        choices = [self.form.choice(piece) for piece in pieces]
+        return self._object(self.form.whole, choices) | {"usage": usage(generation)}
 
     def chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
         """A chunk of a stream."""
-        return self._object(self.answer.chunk, list(choices))
+        return self._object(self.form.chunk, list(choices))
 
     def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._common, "object": kind, "choices": choices}

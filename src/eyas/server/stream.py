@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from eyas.server.errors import as_api_error
+from eyas.server.errors import told_error
 from eyas.server.formats import Envelope, usage
 from eyas.server.metrics import Meter
 from eyas.server.protocol import StreamUsage
@@ -39,7 +39,7 @@ async def events(
                 yield sse(chunk)
     except Exception as error:
         meter.end("error")
-        yield sse(as_api_error(error).body())
+        yield sse(told_error(error).body())
         return
     meter.end("ok", num_cached_tokens=generation.num_cached_tokens)
     if told is not StreamUsage.NONE:
@@ -50,18 +50,18 @@ async def events(
 async def _chunks(
     generation: Generation, envelope: Envelope
 ) -> AsyncGenerator[dict[str, Any], None]:
-    answer = envelope.answer
+    form = envelope.form
     started = set()
     async with aclosing(generation.pieces()) as pieces:
         async for piece in pieces:
             if piece.index not in started:
                 started.add(piece.index)
-                if (start := answer.start(piece.index)) is not None:
+                if (start := form.start(piece.index)) is not None:
                     yield envelope.chunk(start)
             if piece.text or piece.logprobs:
-                yield envelope.chunk(answer.text(piece))
+                yield envelope.chunk(form.text(piece))
             if piece.finish_reason is not None:
-                yield envelope.chunk(answer.finish(piece))
+                yield envelope.chunk(form.finish(piece))
 
 
 class EventStream(StreamingResponse):

@@ -13,6 +13,7 @@ from starlette.types import Receive
 from eyas.server.errors import ApiError
 
 BODY_SECONDS = 60.0  # for a whole body
+_MOST_DIGITS = 18  # of a length that is read as a number
 
 Result = TypeVar("Result")
 
@@ -38,7 +39,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 async def _read_body(request: Request, max_bytes: int) -> bytes:
     declared = request.headers.get("content-length", "")
     body = bytearray()
-    if not declared.isdecimal() or int(declared) <= max_bytes:
+    if not declared.isdecimal() or (len(declared) <= _MOST_DIGITS and int(declared) <= max_bytes):
         try:
             async for chunk in request.stream():
                 body += chunk

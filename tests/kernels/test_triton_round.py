@@ -59,13 +59,13 @@ def test_the_choice_is_the_references(dtype: torch.dtype, ties: bool, noise: boo
 
 
 def test_a_choice_among_odd_values_is_argmaxs() -> None:
-    """Zeros of both signs are equal, NaN is above all, and a row of -inf has a token too."""
+    """Zeros of both signs are equal, NaN is as high as inf, and a row of -inf has a token too."""
     from eyas.kernels import triton_sampling
 
     nan, inf = float("nan"), float("inf")
     logits_TV = torch.full((6, 1500), -1.0)
     logits_TV[0, [3, 9]] = torch.tensor([-0.0, 0.0])
-    logits_TV[1, [4, 1400]] = torch.tensor([inf, nan])
+    logits_TV[1, [1400, 1401]] = torch.tensor([nan, inf])
     logits_TV[2] = -inf
     logits_TV[3] = nan
     logits_TV[4, [1499, 1024]] = 5.0

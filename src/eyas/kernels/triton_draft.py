@@ -24,6 +24,7 @@ from eyas.contract.target import Vocabulary
 from eyas.kernels.triton_launch import launch_options, let_next_start, wait_for_inputs
 from eyas.kernels.triton_numbers import (
     LOWEST_KEY,
+    best_key,
     gumbel,
     key_index,
     key_value,
@@ -83,14 +84,16 @@ def _propose_kernel(
             # The pair at position t proposes the token of position t + 2.
             key_a, key_b = noise_keys(tl.load(seed_S + slot), tl.load(position_T + row) + 2)
             token = tl.load(target_id_V + first + number, mask=inside, other=0)
-            score = tl.div_rn(score, temperature) + gumbel(key_a, key_b, token)
+            score = score * tl.div_rn(1.0, temperature) + gumbel(key_a, key_b, token)
     cell = row * tl.num_programs(1) + block
-    key = tl.where(inside, make_key(score, number + first), LOWEST_KEY)
-    for place in range(TOPK):
-        best = tl.max(key, axis=0)
-        tl.store(key_TCK + cell * TOPK + place, best)
-        key = tl.where(key == best, LOWEST_KEY, key)
-    if TOPK > 1:  # a chain ranks nothing against anything: no softmax needed
+    if TOPK == 1:  # a chain ranks nothing against anything: no softmax needed
+        tl.store(key_TCK + cell, best_key(score, number + first, inside))
+    else:
+        key = tl.where(inside, make_key(score, number + first), LOWEST_KEY)
+        for place in range(TOPK):
+            best = tl.max(key, axis=0)
+            tl.store(key_TCK + cell * TOPK + place, best)
+            key = tl.where(key == best, LOWEST_KEY, key)
         score = tl.where(inside, score, float("-inf"))
         peak = tl.max(score, axis=0)
         base = tl.where(peak == float("-inf"), 0.0, peak)

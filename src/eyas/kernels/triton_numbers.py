@@ -93,6 +93,16 @@ def make_key(
 
 
 @triton.jit
+def best_key(x, index, inside):
+    """The largest of the keys of a block, or LOWEST_KEY if nothing is inside. Two reductions of 32
+    bits cost less than making a key of every element; NaN counts as inf here."""
+    x = tl.where(inside, tl.where(x == x, x, float("inf")), float("-inf"))
+    best = tl.max(x, axis=0)
+    first = tl.min(tl.where(inside & (x == best), index, 0x7FFFFFFF), axis=0)
+    return tl.where(first < 0x7FFFFFFF, make_key(best, first), LOWEST_KEY)
+
+
+@triton.jit
 def key_index(
     key,
 ):

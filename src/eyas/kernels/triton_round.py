@@ -192,7 +192,7 @@ def begin(
         DEPTH=depth,
         CHAIN=topk == 1,
         N=triton.next_power_of_2(num_nodes),
-        BLOCK=1024,
+        BLOCK=min(triton.next_power_of_2(max(draft_hidden_SH.shape[1], 1024)), 4096),
         **launch_options(),
     )
     return out

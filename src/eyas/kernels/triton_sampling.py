@@ -13,7 +13,7 @@ from torch import Tensor
 
 from eyas.contract.target import Vocabulary
 from eyas.kernels.triton_launch import launch_options, let_next_start, wait_for_inputs
-from eyas.kernels.triton_numbers import LOWEST_KEY, gumbel, key_index, make_key, noise_keys
+from eyas.kernels.triton_numbers import LOWEST_KEY, best_key, gumbel, key_index, noise_keys
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -90,16 +90,18 @@ def _choose_kernel(
             kept = inside
             if TRUNCATE:
                 kept &= score >= tl.load(cut_T + row)
-            score = tl.div_rn(score, temperature)
+            score *= tl.div_rn(1.0, temperature)
             if TRUNCATE:
-                kept &= tl.exp(score - tl.load(peak_T + row)) >= tl.load(min_p_S + slot)
+                # Below 1, so that what rounding takes from the best token does not cut it.
+                least = tl.minimum(tl.load(min_p_S + slot), 0.99999)
+                kept &= tl.exp(score - tl.load(peak_T + row)) >= least
             position = tl.load(position_T + row) + offset
             key_a, key_b = noise_keys(tl.load(seed_S + slot), position)
             score += gumbel(key_a, key_b, token)
             if TRUNCATE:
                 score = tl.where(kept, score, float("-inf"))
-    key = tl.where(inside, make_key(score, token), LOWEST_KEY)
-    tl.store(key_TC + row * tl.num_programs(1) + block, tl.max(key, axis=0))
+    best = best_key(score, token, inside)
+    tl.store(key_TC + row * tl.num_programs(1) + block, best)
 
 
 @triton.jit

@@ -78,9 +78,12 @@ def _advance_kernel(
     LAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Program (b, k) finds all of a request's next beams, and copies the hidden state of the k-th;
+    the first one writes everything else."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    request = tl.program_id(0)
+    request, mine = tl.program_id(0), tl.program_id(1)
+    writes = mine == 0
     place = tl.arange(0, P)
     beam_inside = place < TOPK
     row_K = request * TOPK + place
@@ -95,16 +98,16 @@ def _advance_kernel(
     flat = place[:, None] * TOPK + place[None, :]
     candidate = request * num_candidates + first_candidate + flat
     parent_K = tl.load(candidate_T + row_K, mask=beam_inside, other=0)
-    tl.store(token_BA + candidate, token, mask=inside)
-    tl.store(score_BA + candidate, score, mask=inside)
-    tl.store(parent_BA + candidate, parent_K[:, None] + tl.zeros_like(flat), mask=inside)
+    tl.store(token_BA + candidate, token, mask=inside & writes)
+    tl.store(score_BA + candidate, score, mask=inside & writes)
+    tl.store(parent_BA + candidate, parent_K[:, None] + tl.zeros_like(flat), mask=inside & writes)
     if not LAST:
         # The best TOPK of them are the next beams.
         seen_K = tl.load(seen_T + row_K, mask=beam_inside, other=0)
         seen_K |= tl.full((P,), 1, tl.int64) << (first_row + place).to(tl.int64)
         order = tl.where(inside, make_key(score, flat), LOWEST_KEY)
         new_seen = tl.zeros((P,), tl.int64)
-        offset = tl.arange(0, BLOCK)
+        my_beam = tl.zeros((), tl.int32)
         for new in range(TOPK):
             best = tl.max(tl.max(order, axis=1), axis=0)
             order = tl.where(order == best, LOWEST_KEY, order)
@@ -112,25 +115,27 @@ def _advance_kernel(
             beam = number // TOPK
             new_row = request * TOPK + new
             chosen = tl.sum(tl.sum(tl.where(inside & (flat == number), token, 0), axis=1), axis=0)
-            tl.store(new_token_T + new_row, chosen)
-            tl.store(new_score_T + new_row, key_value(best))
-            tl.store(new_candidate_T + new_row, first_candidate + number)
+            tl.store(new_token_T + new_row, chosen, mask=writes)
+            tl.store(new_score_T + new_row, key_value(best), mask=writes)
+            tl.store(new_candidate_T + new_row, first_candidate + number, mask=writes)
             seen = tl.sum(tl.where(place == beam, seen_K, 0), axis=0)
-            tl.store(new_seen_T + new_row, seen)
+            tl.store(new_seen_T + new_row, seen, mask=writes)
             new_seen = tl.where(place == new, seen, new_seen)
-            source = hidden_TH + (request * TOPK + beam).to(tl.int64) * hidden_stride
-            target = new_hidden_TH + new_row.to(tl.int64) * HIDDEN
-            for start in range(0, HIDDEN, BLOCK):
-                within = start + offset < HIDDEN
-                value = tl.load(source + start + offset, mask=within)
-                tl.store(target + start + offset, value, mask=within)
+            my_beam = tl.where(new == mine, beam, my_beam)
+        offset = tl.arange(0, BLOCK)
+        source = hidden_TH + (request * TOPK + my_beam).to(tl.int64) * hidden_stride
+        target = new_hidden_TH + (request * TOPK + mine).to(tl.int64) * HIDDEN
+        for start in range(0, HIDDEN, BLOCK):
+            within = start + offset < HIDDEN
+            value = tl.load(source + start + offset, mask=within)
+            tl.store(target + start + offset, value, mask=within)
         # What their draft rows may see: ancestors, and their own row (the next level's).
         row = tl.arange(0, ROWS)
         seen_bit = (new_seen[:, None] >> row[None, :].to(tl.int64)) & 1
         own = row[None, :] == first_row + TOPK + place[:, None]
         visible = tl.where(own, 1, seen_bit)
         cell = row_K[:, None] * num_visible + row[None, :]
-        shown = beam_inside[:, None] & (row < num_visible)[None, :]
+        shown = beam_inside[:, None] & (row < num_visible)[None, :] & writes
         tl.store(visible_TR + cell, visible.to(tl.int8), mask=shown)
 
 
@@ -156,7 +161,7 @@ def advance(
     new = Beams(*map(torch.empty_like, kept))
     num_visible, num_draft_rows = (level + 1) * topk, (depth - 1) * topk
     visible = torch.empty(num_requests, topk, num_visible, dtype=torch.bool, device=device)
-    _advance_kernel[(num_requests,)](
+    _advance_kernel[(num_requests, 1 if level == depth - 1 else topk)](
         proposals.key_TCK,
         proposals.peak_TC,
         proposals.total_TC,
@@ -186,7 +191,7 @@ def advance(
         KEYS=triton.next_power_of_2(proposals.num_keys),
         BLOCKS=triton.next_power_of_2(num_blocks),
         ROWS=triton.next_power_of_2(num_draft_rows),
-        BLOCK=1024,
+        BLOCK=min(triton.next_power_of_2(hidden_TH.shape[1]), 4096),
         LAST=level == depth - 1,
         **launch_options(),
     )

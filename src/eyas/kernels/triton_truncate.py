@@ -101,9 +101,9 @@ def _bounds_kernel(
             x = tl.load(logits + start + number, mask=inside, other=float("-inf")).to(tl.float32)
             best = tl.maximum(best, x)
         top = tl.max(best, axis=0)
-        tl.store(peak_T + row, tl.div_rn(top, temperature))
-        scale = 1.0 / temperature
+        scale = tl.div_rn(1.0, temperature)
         peak = top * scale
+        tl.store(peak_T + row, peak)
         lowest = tl.full((), -(1 << (31 - SHIFT)), tl.int32)
         cut = lowest
         top_k = tl.load(top_k_S + slot)

@@ -127,6 +127,7 @@ def test_both_ways_to_start(command: list[str]) -> None:
         ("bench offline --shape no/config.json", "cannot be read"),
         ("bench offline --shape tiny --draft y", "--shape makes its own draft"),
         ("bench offline --shape tiny --num-prompts 3", "does not go with --shape"),
+        ("bench offline --shape tiny --tp 2", "--shape runs on one device: leave --tp out"),
         ("bench offline --shape tiny --new-tokens 3", "--new-tokens must be at least 16"),
         ("bench offline --shape tiny --no-profile --trace t", "leave --no-profile out"),
         ("bench offline x --trace t", "--trace needs --shape"),

@@ -65,6 +65,8 @@ class ShapeSettings:
         for name, value in counts.items():
             if value is not None and value < 1:
                 raise ConfigError(f"--{name} must be at least 1")
+        if self.engine.tensor_parallel_size > 1:
+            raise ConfigError("--shape runs on one device: leave --tp out")
         least = 4 * (self.engine.tree_shape().depth + 1)
         if self.new_tokens < least:
             raise ConfigError(f"--new-tokens must be at least {least}, for a few full rounds")

@@ -1,16 +1,20 @@
 """How long `eyas serve` takes from its command line to /ready, stage by stage.
 
     python scripts/bench_startup.py FOLDER [--shape llama-3.1-8b] [--runs 2] [--max-batch-size 64]
+                                    [--load-only]
 
 Writes a random checkpoint into FOLDER if there is none (random_checkpoint.py), starts the server
 once "cold" (the weight files dropped from the system's memory, empty caches of compiled kernels)
 and then warm, each time in new processes, and prints the stages that the server's log names. The
-time of each run counts from the start of the process, imports included.
+time of each run counts from the start of the process, imports included. --load-only (the default
+where FastAPI and uvicorn are missing) starts the engine as the server does, without HTTP.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import json
 import os
 import re
 import shutil
@@ -22,6 +26,7 @@ from pathlib import Path
 
 from server_under_test import running_server
 
+MODEL_LEN = 4096
 _STAGES = re.compile(r"import [\d.]+ s.* in all")
 _RATE = re.compile(r"loading \w+: [\d.]+ GB in [\d.]+ s, [\d.]+ GB/s")
 
@@ -61,13 +66,41 @@ def one_start(target: Path, draft: Path, flags: list[str]) -> tuple[float, list[
     return seconds, [*_RATE.findall(text), *_STAGES.findall(text)]
 
 
+# What the server's engine process does; settings as JSON are its argument.
+_LOAD = """
+import json, sys
+from eyas.config import EngineConfig
+from eyas.engine.serving_load import load_for_serving
+_, loaded = load_for_serving(EngineConfig(**json.loads(sys.argv[1])), lambda *step: None)
+print(*loaded.facts, sep="\\n", flush=True)
+"""
+
+
+def one_load(target: Path, draft: Path, batch: int) -> tuple[float, list[str]]:
+    """As one_start, of the engine alone."""
+    settings = {"model": str(target), "draft": str(draft), "max_batch_size": batch}
+    settings["max_model_len"] = MODEL_LEN
+    log = "import logging; logging.basicConfig(level=20)"
+    command = [sys.executable, "-c", log + _LOAD, json.dumps(settings)]
+    start = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        output, errors = process.communicate()
+    seconds = time.perf_counter() - start
+    if process.returncode:
+        raise SystemExit(errors.decode()[-4000:])
+    return seconds, [*_RATE.findall(errors.decode()), *_STAGES.findall(output.decode())]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--max-batch-size", type=int, default=64)
+    parser.add_argument("--load-only", action="store_true")
     given, flags = parser.parse_known_args()
+    has_server = all(importlib.util.find_spec(name) for name in ("fastapi", "uvicorn"))
+    is_load_only = given.load_only or not has_server
     target, draft = given.folder / "target", given.folder / "draft"
     if not draft.is_dir():
         script = Path(__file__).parent / "random_checkpoint.py"
@@ -77,13 +110,18 @@ def main() -> None:
     caches = given.folder / "caches"
     shutil.rmtree(caches, ignore_errors=True)
     os.environ |= {"TRITON_CACHE_DIR": str(caches / "triton"), "EYAS_CACHE": str(caches / "eyas")}
-    flags = ["--max-batch-size", str(given.max_batch_size), "--max-model-len", "4096", *flags]
+    batch = given.max_batch_size
+    flags = ["--max-batch-size", str(batch), "--max-model-len", str(MODEL_LEN), *flags]
     drop_from_memory(given.folder)
     for run in range(given.runs + 1):
         if run == 1:
             print(f"all files read once: {read_into_memory(given.folder):.2f} GB/s, one thread")
-        seconds, lines = one_start(target, draft, flags)
-        print(f"{'warm' if run else 'cold'}: ready after {seconds:.1f} s")
+        if is_load_only:
+            seconds, lines = one_load(target, draft, batch)
+        else:
+            seconds, lines = one_start(target, draft, flags)
+        what = "engine up and process gone" if is_load_only else "ready"
+        print(f"{'warm' if run else 'cold'}: {what} after {seconds:.1f} s")
         for line in lines:
             print(f"    {line}")
 

@@ -16,10 +16,10 @@ import logging
 import socket
 import time
 from collections.abc import Coroutine
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
+from eyas import __version__
 from eyas.config import ConfigError, EngineConfig
 from eyas.engine.async_engine import EngineDeadError
 from eyas.engine.engine_process import EngineProcess, Loaded, LoadError
@@ -273,7 +273,7 @@ def _url(listener: socket.socket) -> str:
 
 def _fingerprint(config: EngineConfig) -> str:
     """Changes with what may change answers; a draft does not."""
-    chosen = json.dumps([version("eyas"), config.model, config.dtype, config.device])
+    chosen = json.dumps([__version__, config.model, config.dtype, config.device])
     return f"eyas-{hashlib.sha256(chosen.encode()).hexdigest()[:10]}"
 
 

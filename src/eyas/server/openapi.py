@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from importlib.metadata import version
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from eyas import __version__
 from eyas.server.fields import HARMLESS
 from eyas.server.protocol import (
     NEUTRAL_FIELDS,
@@ -82,7 +82,7 @@ def openapi_document(model_name: str) -> dict[str, Any]:
     paths["/metrics"] = {"get": {"responses": metrics}}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Eyas", "version": version("eyas")},
+        "info": {"title": "Eyas", "version": __version__},
         "paths": paths,
         "components": {"schemas": schemas},
     }

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from fixtures.checkpoints import DraftShape, TargetShape, write_draft, write_target
-from fixtures.mixtures import write_reference
+from fixtures.mixtures import latent_config, write_reference
+from fixtures.quantized import EXPERT, INT4_TAG, int4, quantize
 from fixtures.ranks import RankThreads, ThreadFollowers, same_bytes
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -22,7 +23,9 @@ from eyas.engine.check_report import CheckReport
 from eyas.engine.engine import Engine
 from eyas.engine.load import build_engine, build_worker, load_models
 from eyas.engine.worker import Worker
+from eyas.models.eagle3 import Eagle3Draft
 from eyas.models.sharding import WHOLE, Parallel
+from eyas.models.weight_slots import weight_slots
 from eyas.types import SamplingParams
 
 CHAIN, TREE = TreeShape(3, 1, 4), TreeShape(3, 2, 7)
@@ -35,9 +38,9 @@ MIXTURE: dict[str, Any] = {
 DENSE = {"num_layers": 4, "vocab_size": 250}
 
 
-def write_kimi(folder: Path) -> None:
+def write_kimi(folder: Path, **changes: Any) -> None:
     """The text part under its wrapper's names."""
-    write_reference(folder, "kimi-k2", **MIXTURE)
+    write_reference(folder, "kimi-k2", **(MIXTURE | changes))
     text = json.loads((folder / "config.json").read_text()) | {"model_type": "kimi_k2"}
     outer = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25"}
     (folder / "config.json").write_text(json.dumps(outer | {"text_config": text}))
@@ -54,6 +57,12 @@ def mixture(name: str) -> Callable[[Path], object]:
     return lambda folder: write_reference(folder, name, **MIXTURE)
 
 
+def write_int4_kimi(folder: Path) -> None:
+    """Experts of two groups of 32: one for each of two ranks."""
+    write_kimi(folder, moe_intermediate_size=64)
+    quantize(folder, EXPERT, int4, INT4_TAG)
+
+
 FAMILIES: dict[str, Callable[[Path], object]] = {
     "llama": dense(),
     "llama, tied": dense(tied=True),
@@ -63,6 +72,7 @@ FAMILIES: dict[str, Callable[[Path], object]] = {
     "v2-lite": mixture("v2-lite"),
     "v3": mixture("v3"),
     "kimi-k2.5": write_kimi,
+    "kimi-k2.5, int4": write_int4_kimi,
 }
 
 
@@ -225,6 +235,33 @@ def test_four_ranks_equal_one(family: str, four: RankThreads, tmp_path: Path) ->
 @pytest.mark.parametrize("family", ["qwen3-moe", "v3"])
 def test_experts_by_number(family: str, two: RankThreads, tmp_path: Path) -> None:
     require_equal(two, make_case(tmp_path, family, DRAFT), expert_parallel=True)
+
+
+def test_a_draft_with_latent_attention(two: RankThreads, tmp_path: Path) -> None:
+    case = make_case(tmp_path, "v3", DRAFT)
+    draft = case.report.draft
+    assert draft is not None
+    decoder = dataclasses.replace(
+        draft.decoder,
+        latent=latent_config(),
+        num_kv_heads=1,
+        head_dim=latent_config().rope_head_dim,
+    )
+    draft = dataclasses.replace(draft, decoder=decoder, has_d2t=False, draft_vocab_size=90)
+    model = Eagle3Draft(draft, dtype=torch.float32, device="cpu")
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.normal_(generator=generator).mul_(0.1)
+        if parameter.dim() == 1:
+            parameter.data.add_(1)
+    tensors = {
+        name: slot.part_of(model.get_parameter(slot.path)).clone()
+        for name, slot in weight_slots(model).items()
+    }
+    (tmp_path / "latent").mkdir()
+    save_file(tensors, tmp_path / "latent/model.safetensors")
+    config = dataclasses.replace(case.config, draft=str(tmp_path / "latent"))
+    require_equal(two, Case(config, dataclasses.replace(case.report, draft=draft)))
 
 
 class Noisy(nn.Module):

@@ -116,6 +116,35 @@ def test_a_life_from_loading_to_the_signal(load_tiny: Callable[..., Loader]) -> 
     run(test)
 
 
+@pytest.mark.parametrize("more", [b"", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_noticed(
+    load_tiny: Callable[..., Loader], stream: bool, more: bytes
+) -> None:
+    """By the server as it is, over a socket; also one that has sent its next request already."""
+    engine = slow(tiny())
+
+    async def test() -> None:
+        async with life(load_tiny(engine)) as server:
+            await server.health_is("ready")
+            body = json.dumps(LONG | {"stream": stream}).encode()
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            _, writer = await asyncio.open_connection("127.0.0.1", server.client.base_url.port)
+            writer.write(head.encode() + body + more)
+            while not engine.requests:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            assert engine.requests
+            writer.close()
+            async with asyncio.timeout(1):
+                while engine.requests:
+                    await asyncio.sleep(0.01)
+
+    run(test)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_running_requests_may_end_after_a_signal(
     load_tiny: Callable[..., Loader], number: signal.Signals

@@ -26,6 +26,10 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                # Not httptools where it is installed: with it uvicorn does not see a client leave
+                # that has sent its next request already.
+                http="h11",
+                ws="none",
                 lifespan="off",
                 log_config=None,
                 log_level="warning",

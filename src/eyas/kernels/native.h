@@ -20,6 +20,7 @@ typedef float vec __attribute__((vector_size(64)));
 typedef uint32_t bits __attribute__((vector_size(64)));
 typedef int32_t ints __attribute__((vector_size(64)));
 typedef uint16_t half __attribute__((vector_size(32)));
+typedef uint8_t ubytes __attribute__((vector_size(16)));
 
 INLINE int64_t padded(int64_t n) { return (n + WIDTH - 1) / WIDTH * WIDTH; }
 

@@ -5,8 +5,9 @@
  * OpenMP runtime, whose entry points are handed over at load (a second runtime would spin against
  * it). Without them, one thread does it all.
  *
- * bf16 throughout, rounded where the torch modules round. The head is int8: it only proposes, so
- * that its rounding can cost acceptance and never changes the output. See native_draft.py.
+ * Rows are bf16, rounded where the torch modules round; weights are int8 by rows, as reading them is
+ * most of the time. A draft only proposes: what rounding may cost is acceptance, never the output.
+ * See native_draft.py.
  */
 
 #include "native.h"
@@ -49,129 +50,161 @@ static void spread(
         part(job, 0, count);
 }
 
-/* ---- y = x W^T in bf16: weights as they lie, each read once for all rows ---- */
-
-#define OUTPUTS 4 /* at once */
+/* ---- y = x W^T: weights in one byte, each read once for all rows, rows in two ---- */
 
 typedef struct {
-    const uint16_t *weight, *x; /* [out, in], [rows, in] */
-    uint16_t *y;                /* [rows, out] */
-    int64_t in, out, rows;
+    const int8_t *weight; /* [out, in], in 127ths of a row's largest */
+    const float *scale;   /* [out] */
+    const int32_t *sum;   /* [out], of a row's weights */
+} Weight;
+
+/* A row's numbers as 256 high + low - MIDDLE, times scale: bytes without a sign are what the
+ * machine's dot product takes, and 16 bits are more than a bf16 has. */
+typedef struct {
+    uint8_t *high, *low; /* [rows, in] */
+    float *scale;        /* [rows] */
+} Rows;
+
+#define MIDDLE 32768
+#define AHEAD 8192 /* bytes of weights fetched before they are needed */
+
+typedef struct {
+    Weight w;
+    Rows x;
+    void *y; /* [rows, out] */
+    int64_t in, out, rows, is_bf16;
 } Product;
 
-INLINE void store_one(uint16_t *to, float x) {
-    half h = narrow(splat(x));
-    *to = h[0];
+/* NaN and infinity make the whole row NaN. */
+static void split_row(const uint16_t *x, uint8_t *high, uint8_t *low, float *scale, int64_t n) {
+    vec most = {0};
+    ints bad = {0};
+    for (int64_t i = 0; i < n; i += WIDTH) {
+        vec v = load(x, i, 1);
+        v = (vec)((bits)v & 0x7fffffffu);
+        bad |= ~(v < splat(INFINITY));
+        most = pick(v > most, v, most);
+    }
+    float top = 0;
+    int any = 0;
+    for (int lane = 0; lane < WIDTH; lane++) {
+        top = most[lane] > top ? most[lane] : top;
+        any |= bad[lane];
+    }
+    *scale = any ? NAN : top / 32512.0f;
+    const float per = top > 0 && !any ? 32512.0f / top : 0;
+    for (int64_t i = 0; i < n; i += WIDTH) {
+        const vec v = any ? (vec){0} : load(x, i, 1) * per;
+        /* The last 16 bits of the sum are the rounded number: such a float has no fraction. */
+        const half whole = __builtin_convertvector((bits)(v + (12582912.0f + MIDDLE)) & 0xffff, half);
+        const ubytes h = __builtin_convertvector(whole >> 8, ubytes);
+        const ubytes l = __builtin_convertvector(whole & 0xff, ubytes);
+        memcpy(high + i, &h, sizeof h);
+        memcpy(low + i, &l, sizeof l);
+    }
 }
 
-/* `outputs` weights' rows from o on, times `rows` rows from r on. */
-INLINE void product_block(
-    const Product *p, int64_t o, int64_t r, const int outputs, const int rows
+/* totals[j][k]: of `outputs` weights' rows from w on with `rows` rows. */
+INLINE void dot_block(
+    const int8_t *w, const uint8_t *high, const uint8_t *low, int64_t n, const int outputs,
+    const int rows, int64_t totals[4][4]
 ) {
-    const uint16_t *w = p->weight + o * p->in, *x = p->x + r * p->in;
-    vec total[OUTPUTS][4] = {0};
-    for (int64_t i = 0; i < p->in; i += WIDTH) {
-        vec in[4];
-        for (int k = 0; k < rows; k++) in[k] = load(x + k * p->in, i, 1);
+#ifdef __AVX512VNNI__
+    __m512i h[4][4], l[4][4];
+    for (int j = 0; j < outputs; j++)
+        for (int k = 0; k < rows; k++) h[j][k] = l[j][k] = _mm512_setzero_si512();
+    for (int64_t i = 0; i < n; i += 64) {
+        const __mmask64 m = n - i >= 64 ? ~0ull : (1ull << (n - i)) - 1;
+        __m512i weight[4];
         for (int j = 0; j < outputs; j++) {
-            const vec weight = load(w + j * p->in, i, 1);
-            for (int k = 0; k < rows; k++) total[j][k] += weight * in[k];
+            weight[j] = _mm512_maskz_loadu_epi8(m, w + j * n + i);
+            __builtin_prefetch(w + j * n + i + AHEAD); /* blocks follow one another in memory */
+        }
+        for (int k = 0; k < rows; k++) {
+            const __m512i high_k = _mm512_maskz_loadu_epi8(m, high + k * n + i);
+            const __m512i low_k = _mm512_maskz_loadu_epi8(m, low + k * n + i);
+            for (int j = 0; j < outputs; j++) {
+                h[j][k] = _mm512_dpbusd_epi32(h[j][k], high_k, weight[j]);
+                l[j][k] = _mm512_dpbusd_epi32(l[j][k], low_k, weight[j]);
+            }
         }
     }
     for (int j = 0; j < outputs; j++)
         for (int k = 0; k < rows; k++)
-            store_one(p->y + (r + k) * p->out + o + j, sum(total[j][k]));
+            totals[j][k] = 256 * (int64_t)_mm512_reduce_add_epi32(h[j][k]) +
+                           _mm512_reduce_add_epi32(l[j][k]);
+#else
+    for (int j = 0; j < outputs; j++)
+        for (int k = 0; k < rows; k++) {
+            int32_t h = 0, l = 0;
+            for (int64_t i = 0; i < n; i++) {
+                h += (int32_t)high[k * n + i] * w[j * n + i];
+                l += (int32_t)low[k * n + i] * w[j * n + i];
+            }
+            totals[j][k] = 256 * (int64_t)h + l;
+        }
+#endif
+}
+
+INLINE void product_block(
+    const Product *p, int64_t o, int64_t r, const int outputs, const int rows
+) {
+    int64_t totals[4][4];
+    dot_block(
+        p->w.weight + o * p->in, p->x.high + r * p->in, p->x.low + r * p->in, p->in, outputs, rows,
+        totals
+    );
+    for (int k = 0; k < rows; k++)
+        for (int j = 0; j < outputs; j++) {
+            const int64_t whole = totals[j][k] - MIDDLE * (int64_t)p->w.sum[o + j];
+            const float y = (float)whole * p->w.scale[o + j] * p->x.scale[r + k];
+            const int64_t to = (r + k) * p->out + o + j;
+            if (p->is_bf16)
+                ((uint16_t *)p->y)[to] = narrow(splat(y))[0];
+            else
+                ((float *)p->y)[to] = y;
+        }
 }
 
 static void product_part(const void *job, int64_t first, int64_t end) {
     const Product *p = job;
-    for (int64_t o = first; o < end; o += OUTPUTS) {
+    int64_t o = first;
+    for (; o + 4 <= end; o += 4) {
         int64_t r = 0;
-        if (end - o >= OUTPUTS) {
-            for (; r + 4 <= p->rows; r += 4) product_block(p, o, r, OUTPUTS, 4);
-            for (; r + 2 <= p->rows; r += 2) product_block(p, o, r, OUTPUTS, 2);
-            for (; r < p->rows; r++) product_block(p, o, r, OUTPUTS, 1);
-        } else {
-            for (int64_t j = o; j < end; j++)
-                for (r = 0; r < p->rows; r++) product_block(p, j, r, 1, 1);
-        }
+        for (; r + 2 <= p->rows; r += 2) product_block(p, o, r, 4, 2);
+        if (r < p->rows) product_block(p, o, r, 4, 1);
     }
+    for (; o < end; o++)
+        for (int64_t r = 0; r < p->rows; r++) product_block(p, o, r, 1, 1);
 }
 
-void bf16_product(
-    const void *weight, const uint16_t *x, uint16_t *y, int64_t in, int64_t out, int64_t rows,
-    int64_t threads
+/* Elements of 2 bytes that the split rows take. */
+INLINE int64_t split_size(int64_t in, int64_t rows) { return rows * in + 2 * rows + 96; }
+
+INLINE uint16_t *take(uint16_t **free, int64_t n) {
+    uint16_t *taken = *free;
+    *free += (n + 31) / 32 * 32; /* each begins at a cache line */
+    return taken;
+}
+
+/* work: of split_size elements. */
+static void product(
+    Weight w, const uint16_t *x, void *y, int64_t is_bf16, int64_t in, int64_t out, int64_t rows,
+    int64_t threads, uint16_t *work
 ) {
-    const Product p = {weight, x, y, in, out, rows};
-    spread(product_part, &p, out, OUTPUTS, threads);
+    uint8_t *high = (uint8_t *)take(&work, rows * in / 2), *low = (uint8_t *)take(&work, rows * in / 2);
+    const Rows split = {high, low, (float *)take(&work, 2 * rows)};
+    for (int64_t r = 0; r < rows; r++)
+        split_row(x + r * in, high + r * in, low + r * in, split.scale + r, in);
+    const Product p = {w, split, y, in, out, rows, is_bf16};
+    spread(product_part, &p, out, 4, threads);
 }
 
-/* ---- logits of an int8 head ---- */
-
-typedef struct {
-    const int8_t *weight;   /* [out, in] */
-    const float *scale;     /* [out] */
-    const int32_t *offset;  /* [out]: 128 times the sum of a row's weights */
-    const uint8_t *x;       /* [rows, in]: rounded to 127ths of the row's largest, plus 128 */
-    const float *x_scale;   /* [rows] */
-    float *y;               /* [rows, out] */
-    int64_t in, out, rows;
-} Head;
-
-INLINE int32_t dot_bytes(const int8_t *w, const uint8_t *x, int64_t n) {
-    int32_t total = 0;
-    int64_t i = 0;
-#ifdef __AVX512VNNI__
-    __m512i sums = _mm512_setzero_si512();
-    for (; i + 64 <= n; i += 64)
-        sums = _mm512_dpbusd_epi32(
-            sums, _mm512_loadu_si512((const void *)(x + i)), _mm512_loadu_si512((const void *)(w + i))
-        );
-    total = _mm512_reduce_add_epi32(sums);
-#endif
-    for (; i < n; i++) total += (int32_t)x[i] * w[i];
-    return total;
-}
-
-static void head_part(const void *job, int64_t first, int64_t end) {
-    const Head *h = job;
-    for (int64_t o = first; o < end; o++)
-        for (int64_t r = 0; r < h->rows; r++) {
-            const int32_t whole = dot_bytes(h->weight + o * h->in, h->x + r * h->in, h->in);
-            h->y[r * h->out + o] = (float)(whole - h->offset[o]) * h->scale[o] * h->x_scale[r];
-        }
-}
-
-/* One row as bytes; returns what a step of them is worth. NaN and infinity give NaN. */
-INLINE float to_bytes(const uint16_t *x, uint8_t *out, int64_t n) {
-    vec most = {0};
-    int bad = 0;
-    for (int64_t i = 0; i < n; i += WIDTH) {
-        vec v = load(x, i, 1);
-        v = (vec)((bits)v & 0x7fffffffu);
-        for (int lane = 0; lane < WIDTH; lane++) bad |= !(v[lane] < INFINITY);
-        most = pick(v > most, v, most);
-    }
-    float top = 0;
-    for (int lane = 0; lane < WIDTH; lane++) top = most[lane] > top ? most[lane] : top;
-    if (bad) top = 0;
-    const float scale = top / 127.0f, per = top > 0 ? 127.0f / top : 0;
-    for (int64_t i = 0; i < n; i += WIDTH) {
-        /* The sum's last bits are the rounded number, as a float of this size has no fraction. */
-        const vec shifted = load(x, i, 1) * per + 12583040.0f;
-        const bits low = (bits)shifted & 0xff;
-        for (int lane = 0; lane < WIDTH; lane++) out[i + lane] = bad ? 128 : (uint8_t)low[lane];
-    }
-    return bad ? NAN : scale;
-}
-
-void head_logits(
-    const int8_t *weight, const float *scale, const int32_t *offset, const uint16_t *x, float *y,
-    uint8_t *bytes, float *x_scale, int64_t in, int64_t out, int64_t rows, int64_t threads
+void int8_product(
+    const int8_t *weight, const float *scale, const int32_t *sum, const uint16_t *x, void *y,
+    uint16_t *work, int64_t is_bf16, int64_t in, int64_t out, int64_t rows, int64_t threads
 ) {
-    for (int64_t r = 0; r < rows; r++) x_scale[r] = to_bytes(x + r * in, bytes + r * in, in);
-    const Head h = {weight, scale, offset, bytes, x_scale, y, in, out, rows};
-    spread(head_part, &h, out, 16, threads);
+    product((Weight){weight, scale, sum}, x, y, is_bf16, in, out, rows, threads, work);
 }
 
 /* ---- the step ---- */
@@ -179,22 +212,12 @@ void head_logits(
 typedef struct {
     const uint16_t *embed;                          /* [tokens, hidden] */
     const uint16_t *input_norm, *hidden_norm, *post_norm, *last_norm;
-    const uint16_t *qkv, *o, *gate_up, *down;       /* [out, in] each */
-    const int8_t *head;
-    const float *head_scale;
-    const int32_t *head_offset;
+    Weight qkv, o, gate_up, down, head;
     const uint16_t *cos, *sin;                      /* [positions, rotary] */
     int64_t hidden, inner, heads, kv_heads, size, v_size, rotary, vocab;
     int64_t norm_before_residual, norm_output;
     float input_eps, hidden_eps, post_eps, last_eps;
 } DraftPlan;
-
-/* Buffers of a step, in elements of 2 bytes, one after the other; each begins at a cache line. */
-INLINE uint16_t *take(uint16_t **free, int64_t n) {
-    uint16_t *taken = *free;
-    *free += (n + 31) / 32 * 32;
-    return taken;
-}
 
 /* [norm(embedding), norm(hidden)] of each row. */
 static void pair_rows(
@@ -218,7 +241,7 @@ static void project(
     const int64_t width = (p->heads + p->kv_heads) * p->size + p->kv_heads * p->v_size;
     uint16_t *qkv = take(&work, rows * width);
     uint16_t *cos = take(&work, rows * p->rotary), *sin = take(&work, rows * p->rotary);
-    bf16_product(p->qkv, pairs, qkv, 2 * p->hidden, width, rows, threads);
+    product(p->qkv, pairs, qkv, 1, 2 * p->hidden, width, rows, threads, work);
     for (int64_t r = 0; r < rows; r++) {
         memcpy(cos + r * p->rotary, p->cos + positions[r] * p->rotary, 2 * p->rotary);
         memcpy(sin + r * p->rotary, p->sin + positions[r] * p->rotary, 2 * p->rotary);
@@ -241,8 +264,7 @@ void draft_step(
     uint16_t *mixed = take(&work, rows * o_width), *residual = take(&work, rows * n);
     uint16_t *delta = take(&work, rows * n), *total = take(&work, rows * n);
     uint16_t *normed = take(&work, rows * n), *gated = take(&work, 2 * rows * p->inner);
-    uint16_t *active = take(&work, rows * p->inner), *bytes = take(&work, rows * n);
-    float *x_scale = (float *)take(&work, 2 * rows);
+    uint16_t *active = take(&work, rows * p->inner);
 
     pair_rows(p, tokens, hidden, pairs, rows);
     for (int64_t r = 0; r < rows; r++)
@@ -254,18 +276,15 @@ void draft_step(
         p, pairs, q, positions, write, k_cache, v_cache, a->k_stride, a->v_stride, work, rows, threads
     );
     attend(a, q, k_cache, v_cache, mixed);
-    bf16_product(p->o, mixed, delta, o_width, n, rows, threads);
+    product(p->o, mixed, delta, 1, o_width, n, rows, threads, work);
     add_rms_norm_bf16(residual, delta, p->post_norm, total, normed, rows, n, p->post_eps);
-    bf16_product(p->gate_up, normed, gated, n, 2 * p->inner, rows, threads);
+    product(p->gate_up, normed, gated, 1, n, 2 * p->inner, rows, threads, work);
     silu_mul_bf16(gated, active, rows, 2 * p->inner, p->inner);
-    bf16_product(p->down, active, delta, p->inner, n, rows, threads);
+    product(p->down, active, delta, 1, p->inner, n, rows, threads, work);
     /* The last sum is what is fed back, its norm what the head reads (or both are the norm). */
     add_rms_norm_bf16(total, delta, p->last_norm, residual, normed, rows, n, p->last_eps);
     memcpy(out, p->norm_output ? normed : residual, 2 * rows * n);
-    head_logits(
-        p->head, p->head_scale, p->head_offset, normed, logits, (uint8_t *)bytes, x_scale, n,
-        p->vocab, rows, threads
-    );
+    product(p->head, normed, logits, 0, n, p->vocab, rows, threads, work);
 }
 
 /* Only the keys and values of rows. */
@@ -285,10 +304,12 @@ int64_t draft_work(const DraftPlan *p, int64_t rows) {
     const int64_t q_width = p->heads * p->size, v_width = p->heads * p->v_size;
     const int64_t kv_width = p->kv_heads * (p->size + p->v_size);
     const int64_t sizes[] = {2 * p->hidden, q_width, v_width, p->hidden, p->hidden, p->hidden,
-                             p->hidden, 2 * p->inner, p->inner, p->hidden, 2,
-                             q_width + kv_width, p->rotary, p->rotary};
-    int64_t total = 0;
+                             p->hidden, 2 * p->inner, p->inner, q_width + kv_width, p->rotary,
+                             p->rotary};
+    int64_t total = 0, widest = 2 * p->hidden;
     for (unsigned i = 0; i < sizeof sizes / sizeof *sizes; i++)
         total += (rows * sizes[i] + 31) / 32 * 32;
-    return total;
+    if (v_width > widest) widest = v_width;
+    if (p->inner > widest) widest = p->inner;
+    return total + split_size(widest, rows);
 }

@@ -1,8 +1,9 @@
 """Entry points of native_draft.c: a small draft's step for few rows in one call.
 
 The torch modules take some twenty operations for a step, most of whose time is the calls; here it
-is one call, whose products are spread over torch's own threads. bf16 only. The head is kept as int8
-beside the draft's own: it only proposes, and reading it is most of a step's time.
+is one call, whose products are spread over torch's own threads. bf16 only. What is left then is the
+time to read the weights, so that they are kept as int8 beside the modules' own. A draft only
+proposes: its rounding cannot change the output, and costs no acceptance that could be measured.
 
 Shape suffixes: T rows, H hidden, I MLP width, V draft vocabulary, N tokens of the embedding,
 P positions, D rotary width, F captured features, K key/value heads, R rows of the cache.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import itertools
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +26,7 @@ MAX_ROWS = 8  # more rows are work enough for torch's products
 MAX_WEIGHTS = 1 << 26  # of all products but the head: a larger draft has no use for it
 _UNIT = 16  # widths are multiples of it
 _Pointer, _Count = ctypes.c_void_p, ctypes.c_ssize_t
+_PRODUCTS = ("qkv", "o", "gate_up", "down", "head")
 _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
@@ -81,8 +84,9 @@ class Place(Protocol):
 class _DraftPlan(ctypes.Structure):
     _fields_ = [
         *((name, _Pointer) for name in ("embed", "input_norm", "hidden_norm", "post_norm")),
-        *((name, _Pointer) for name in ("last_norm", "qkv", "o", "gate_up", "down", "head")),
-        *((name, _Pointer) for name in ("head_scale", "head_offset", "cos", "sin")),
+        ("last_norm", _Pointer),
+        *((f"{name}{part}", _Pointer) for name in _PRODUCTS for part in ("", "_scale", "_sum")),
+        *((name, _Pointer) for name in ("cos", "sin")),
         *((name, ctypes.c_int64) for name in ("hidden", "inner", "heads", "kv_heads", "size")),
         *((name, ctypes.c_int64) for name in ("v_size", "rotary", "vocab")),
         *((name, ctypes.c_int64) for name in ("norm_before_residual", "norm_output")),
@@ -97,8 +101,7 @@ def _entry(name: str) -> Any:
     arguments: dict[str, list[Any]] = {
         "draft_step": [*[_Pointer] * 11, *[_Count] * 2],
         "draft_write": [*[_Pointer] * 8, *[_Count] * 4],
-        "bf16_product": [*[_Pointer] * 3, *[_Count] * 4],
-        "head_logits": [*[_Pointer] * 7, *[_Count] * 4],
+        "int8_product": [*[_Pointer] * 6, *[_Count] * 5],
     }
     return native.entry(name, *arguments[name])
 
@@ -115,45 +118,49 @@ def _use_threads() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class ByteHead:
-    """A head as int8: weight_VH, scale_V (fp32), and offset_V (int32), 128 times the row sums."""
+class Int8Weight:
+    """A weight [O, I] in int8; of each row its scale (fp32) and its sum (int32)."""
 
-    weight_VH: Tensor
-    scale_V: Tensor
-    offset_V: Tensor
+    weight_OI: Tensor
+    scale_O: Tensor
+    sum_O: Tensor
 
     @staticmethod
-    def of(head_VH: Tensor) -> ByteHead:
+    def of(weight_OI: Tensor) -> Int8Weight:
         """Each row in 127ths of its largest weight."""
-        weight_VH = torch.empty(head_VH.shape, dtype=torch.int8)
-        scale_V = torch.empty(len(head_VH))
-        for start in range(0, len(head_VH), 4096):  # no fp32 copy of the whole
-            rows = head_VH[start : start + 4096].float()
+        rounded_OI = torch.empty(weight_OI.shape, dtype=torch.int8)
+        scale_O = torch.empty(len(weight_OI))
+        for start in range(0, len(weight_OI), 4096):  # no fp32 copy of the whole
+            rows = weight_OI[start : start + 4096].float()
             scale = rows.abs().amax(1).clamp(min=1e-30) / 127
-            scale_V[start : start + 4096] = scale
-            weight_VH[start : start + 4096] = (rows / scale[:, None]).round().to(torch.int8)
-        offset_V = weight_VH.sum(1, dtype=torch.int32) * 128
-        return ByteHead(weight_VH, scale_V, offset_V)
+            scale_O[start : start + 4096] = scale
+            rounded_OI[start : start + 4096] = (rows / scale[:, None]).round().to(torch.int8)
+        return Int8Weight(rounded_OI, scale_O, rounded_OI.sum(1, dtype=torch.int32))
 
-    def logits(self, x_TH: Tensor) -> Tensor:
-        """fp32 [T, V] of bf16 rows, which are rounded to 127ths of their largest element."""
-        (num_rows, size), num_out = x_TH.shape, len(self.scale_V)
-        logits_TV = torch.empty(num_rows, num_out)
-        bytes_TH, scale_T = torch.empty(num_rows, size, dtype=torch.uint8), torch.empty(num_rows)
-        _entry("head_logits")(
-            self.weight_VH.data_ptr(),
-            self.scale_V.data_ptr(),
-            self.offset_V.data_ptr(),
-            x_TH.contiguous().data_ptr(),
-            logits_TV.data_ptr(),
-            bytes_TH.data_ptr(),
-            scale_T.data_ptr(),
-            size,
+    @property
+    def pointers(self) -> tuple[int, int, int]:
+        """Of the weight, its scales and its sums."""
+        return self.weight_OI.data_ptr(), self.scale_O.data_ptr(), self.sum_O.data_ptr()
+
+    def product(self, x_TI: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """x W^T [T, O] of bf16 rows, which are rounded to 32512ths of their largest element; I is
+        a multiple of 16. dtype: bf16 or fp32, of the result."""
+        (num_out, num_in), num_rows = self.weight_OI.shape, len(x_TI)
+        x_TI = x_TI.contiguous()
+        y_TO = torch.empty(num_rows, num_out, dtype=dtype)
+        work = torch.empty(num_rows * (num_in + 2) + 96, dtype=torch.bfloat16)
+        _entry("int8_product")(
+            *self.pointers,
+            x_TI.data_ptr(),
+            y_TO.data_ptr(),
+            work.data_ptr(),
+            dtype is torch.bfloat16,
+            num_in,
             num_out,
             num_rows,
             torch.get_num_threads(),
         )
-        return logits_TV
+        return y_TO
 
 
 def plan_draft_step(weights: DraftWeights) -> DraftStep | None:
@@ -181,18 +188,19 @@ class DraftStep:
     """One draft's step. Its buffers are used again by every call: not for several threads."""
 
     def __init__(self, weights: DraftWeights) -> None:
-        w, head = weights, ByteHead.of(weights.head_VH)
-        # The plan holds bare pointers. The head itself is not needed again.
-        self._kept = ([t for t in w.tensors if t is not w.head_VH], head)
-        self._fc = w.fc if w.fc is not None and w.fc.shape[1] % _UNIT == 0 else None
+        w = weights
+        products = [Int8Weight.of(one) for one in (w.qkv, w.o, w.gate_up, w.down, w.head_VH)]
+        self._fc = None
+        if w.fc is not None and w.fc.shape[1] % _UNIT == 0:
+            self._fc = Int8Weight.of(w.fc)
         norms = (w.input_norm, w.hidden_norm, w.post_norm, w.last_norm)
         self._hidden, self._vocab = w.head_VH.shape[1], len(w.head_VH)
         v_size = w.o.shape[1] // w.num_heads
         self._plan = _DraftPlan(
             w.embed_NH.data_ptr(),
             *(norm.weight.data_ptr() for norm in norms),
-            *(t.data_ptr() for t in (w.qkv, w.o, w.gate_up, w.down, head.weight_VH)),
-            *(t.data_ptr() for t in (head.scale_V, head.offset_V, w.cos_PD, w.sin_PD)),
+            *itertools.chain(*(one.pointers for one in products)),
+            *(t.data_ptr() for t in (w.cos_PD, w.sin_PD)),
             hidden=self._hidden,
             inner=w.down.shape[1],
             heads=w.num_heads,
@@ -208,6 +216,9 @@ class DraftStep:
                 for name, norm in zip(("input", "hidden", "post", "last"), norms, strict=True)
             },
         )
+        # The plan holds bare pointers.
+        small = (w.embed_NH, w.cos_PD, w.sin_PD, *(norm.weight for norm in norms))
+        self._kept = (*small, products)
         self._address = ctypes.addressof(self._plan)
         num_elements = native.entry("draft_work", _Pointer, _Count, result=_Count)(
             self._address, MAX_ROWS
@@ -215,7 +226,6 @@ class DraftStep:
         self._work = torch.empty(num_elements, dtype=torch.bfloat16)
         self._q_THD = torch.empty(MAX_ROWS, w.num_heads, w.head_dim, dtype=torch.bfloat16)
         self._step, self._write = _entry("draft_step"), _entry("draft_write")
-        self._product = _entry("bf16_product")
 
     def __call__(
         self, tokens_T: Tensor, hidden_TH: Tensor, positions_T: Tensor, place: Place
@@ -277,18 +287,6 @@ class DraftStep:
 
     def combine(self, features_TF: Tensor) -> Tensor | None:
         """s = fc(features) [T, H]; None where the modules are to do it."""
-        fc, num_rows = self._fc, len(features_TF)
-        if fc is None or num_rows > MAX_ROWS or not _accepts(features_TF):
+        if self._fc is None or len(features_TF) > MAX_ROWS or not _accepts(features_TF):
             return None
-        features_TF = features_TF.contiguous()
-        out_TH = torch.empty(num_rows, len(fc), dtype=torch.bfloat16)
-        self._product(
-            fc.data_ptr(),
-            features_TF.data_ptr(),
-            out_TH.data_ptr(),
-            fc.shape[1],
-            len(fc),
-            num_rows,
-            torch.get_num_threads(),
-        )
-        return out_TH
+        return self._fc.product(features_TF)

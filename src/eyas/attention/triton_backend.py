@@ -108,6 +108,7 @@ class _TreeAttention(TritonAttention):
                 backend.pool_shape,
                 num_groups=num_groups,
                 num_processors=backend.num_processors,
+                shared_bytes=backend.shared_bytes,
                 config=backend.config,
             )
         return self._work
@@ -262,14 +263,11 @@ class TritonBackend:
             num_page_rows=pool.num_page_rows,
             num_scratch_rows=pool.num_scratch_rows,
             num_kv_heads=layout.num_kv_heads,
-            head_dim=layout.head_dim,
+            head_dim=max(sizes),
             dtype=k_LRKD.dtype,
         )
         self.num_processors, self.shared_bytes = _device_limits(k_LRKD.device)
-        self.config = config or plan_kernels.choose_tree_config(
-            k_LRKD.dtype, max(sizes), self.shared_bytes
-        )
-        self.prefill_config = prefill_config
+        self.config, self.prefill_config = config, prefill_config
         self.workspace = tree_kernels.Workspace(k_LRKD.device)
 
     def page_rows(self, page_table_BP: Tensor, index_BQ: Tensor) -> Tensor:

@@ -131,20 +131,62 @@ class TreeConfig:
     prefetch: bool = True
 
 
-def choose_tree_config(dtype: torch.dtype, head_dim: int, shared_bytes: int) -> TreeConfig:
-    """Settings by what a step takes of registers and of shared memory.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Load:
+    """What a forward asks of the device. num_pairs: (row, query head) pairs of one key/value head;
+    num_programs: programs where no request is cut; num_processors, shared_bytes: the device's
+    multiprocessors, and what one program may have of shared memory."""
 
-    shared_bytes: what one program may have; two at once on a multiprocessor hide one another's
-    waits, if each still has two steps of keys and values under way.
+    num_pairs: int
+    num_programs: int
+    num_processors: int
+    shared_bytes: int
+
+
+def choose_tree_config(dtype: torch.dtype, head_dim: int, load: Load) -> TreeConfig:
+    """Settings by how busy the device is without cutting, as timed on one H200 at 768 tokens
+    (docs/benchmarks.md).
+
+    Few programs: requests are cut, and adding up is a launch of its own, as one program would take
+    long over it. Many: nothing is cut unless one request is much longer, and small steps leave room
+    for several programs on a multiprocessor.
     """
     if dtype.itemsize == 4:
         return TreeConfig(block_n=32, num_stages=1)
-    width = 2 * triton.next_power_of_2(head_dim) * dtype.itemsize
-    # Small steps: four programs' fit, each with some on the way, and prologues are short.
-    block_n = max(16, min(64, 16 * 1024 // width))
-    rest = 48 * 1024  # at most: queries and weights on their way to the matrix units
-    num_steps = 3 if 3 * block_n * width + rest <= shared_bytes else 1
-    return TreeConfig(block_n=block_n, num_stages=1 + num_steps)
+    has_many_rows = load.num_pairs >= 64
+    is_narrow = head_dim <= 64
+    share = load.num_programs / load.num_processors
+    if share <= (1 / 4 if has_many_rows else 1 / 2):
+        config = TreeConfig(combine="apart")
+        if share <= 1 / 8:
+            config = TreeConfig(combine="apart", waves=1)
+            if load.num_pairs > 8 and not has_many_rows and not is_narrow:
+                config = TreeConfig(combine="apart", block_n=128, num_stages=2)
+        elif is_narrow:
+            config = TreeConfig(combine="apart", num_warps=2)
+    elif has_many_rows:
+        config = TreeConfig(waves=1)
+    elif share < 2:
+        config = TreeConfig(num_stages=4, waves=1 if load.num_pairs > 8 and share <= 1 else 2)
+        if is_narrow:
+            config = TreeConfig(num_warps=2)
+    elif load.num_pairs > 8:
+        config = TreeConfig(block_n=32, num_warps=2, num_stages=4)
+    else:
+        config = TreeConfig(block_n=64 if is_narrow else 32)
+    return _fitting(config, 2 * triton.next_power_of_2(head_dim) * dtype.itemsize, load)
+
+
+def _fitting(config: TreeConfig, column_bytes: int, load: Load) -> TreeConfig:
+    """The same, with as few columns under way as shared memory holds."""
+    room = load.shared_bytes - 48 * 1024  # queries and weights on their way to the matrix units
+    block_n, num_stages = config.block_n, config.num_stages
+    while num_stages > 1 and (num_stages - 1) * block_n * column_bytes > room:
+        if block_n > 32:
+            block_n //= 2
+        else:
+            num_stages -= 1
+    return dataclasses.replace(config, block_n=block_n, num_stages=num_stages)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,16 +252,26 @@ def plan_tree(
     *,
     num_groups: int,
     num_processors: int,
-    config: TreeConfig,
+    shared_bytes: int,
+    config: TreeConfig | None = None,
 ) -> TreeWork:
     """Write the work list, the masks and the rows to write: one launch, nothing read back.
 
-    num_groups: query heads of a key/value head. num_processors: multiprocessors of the device.
+    num_groups: query heads of a key/value head. num_processors, shared_bytes: see Load. config:
+    None chooses by these.
     """
     table_BP, slots_B, visible_BQN = inputs.page_table_BP, inputs.slots_B, inputs.visible_BQN
     num_requests, num_rows, num_nodes = visible_BQN.shape
     block_m = choose_block_m(num_rows * num_groups, pool.dtype, pool.head_dim)
     per_item = pool.num_kv_heads * triton.cdiv(num_rows * num_groups, block_m)
+    if config is None:
+        load = Load(
+            num_pairs=num_rows * num_groups,
+            num_programs=num_requests * per_item,
+            num_processors=num_processors,
+            shared_bytes=shared_bytes,
+        )
+        config = choose_tree_config(pool.dtype, pool.head_dim, load)
     slots = max(1, config.waves * num_processors // per_item)
     work = TreeWork(
         items_IF=slots_B.new_empty(num_requests + slots - 1, ITEM_FIELDS, dtype=torch.int64),

@@ -14,6 +14,8 @@ R rows of the cache, H query heads, K key/value heads, G = H / K, D head size.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -286,11 +288,9 @@ def attend_tree(
     k_RKD, v_RKD = cache
     num_kv_heads, size, v_size = *k_RKD.shape[1:], v_RKD.shape[2]
     num_requests, num_rows = work.bits_BQ.shape
-    num_items, config, num_m = len(work.items_IF), work.config, work.num_m
-    num_pairs = num_rows * work.num_groups
-    partial, lse, counter = workspace.take(
-        num_items * num_kv_heads * num_pairs, v_size, num_requests * num_kv_heads * num_m
-    )
+    num_items, num_m = len(work.items_IF), work.num_m
+    num_partial = num_items * num_kv_heads * num_rows * work.num_groups
+    partial, lse, counter = workspace.take(num_partial, v_size, num_requests * num_kv_heads * num_m)
     out_TE = q_ptr.new_empty(num_requests * num_rows, num_kv_heads * work.num_groups * v_size)
     turn = rotation or Rotation(q_ptr[:0], q_ptr[:0])
     _tree_kernel[(num_kv_heads * num_m, num_items)](
@@ -298,36 +298,26 @@ def attend_tree(
         k_RKD,
         v_RKD,
         out_TE,
-        work.items_IF,
-        work.bits_BQ,
-        work.page_table_BP,
-        partial,
-        lse,
-        counter,
+        *(work.items_IF, work.bits_BQ, work.page_table_BP),
+        *(partial, lse, counter),
         *turn.arguments(),
         scale * 1.4426950408889634,
         *strides,
         work.page_table_BP.stride(0),
         num_rows,
         work.first_node,
-        FIRST_INDEX=work.first_index,
-        PAGE=work.page_size,
         NUM_KV_HEADS=num_kv_heads,
-        GROUP=work.num_groups,
         D=size,
         DV=v_size,
         ROT=turn.size if rotation else 0,
         FUSED=rotation is not None,
         HAS_NORM=rotation is not None and rotation.q_norm_D is not None,
         PRELOADED=preloaded,
-        PREFETCH=config.prefetch and isinstance(_tree_kernel, triton.runtime.JITFunction),
-        COMBINE=config.combine == "last",
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **_settings(work),
         **_block_sizes(work, size, v_size),
         **launch_options(),
     )
-    if config.combine == "apart":
+    if work.config.combine == "apart":
         combine_rows(
             (partial, lse),
             out_TE,
@@ -337,6 +327,20 @@ def attend_tree(
             num_groups=work.num_groups,
         )
     return out_TE
+
+
+def _settings(work: TreeWork) -> dict[str, Any]:
+    """What a plan fixes of its kernels."""
+    config = work.config
+    return {
+        "FIRST_INDEX": work.first_index,
+        "PAGE": work.page_size,
+        "GROUP": work.num_groups,
+        "PREFETCH": config.prefetch and isinstance(_tree_kernel, triton.runtime.JITFunction),
+        "COMBINE": config.combine == "last",
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
 
 
 def _block_sizes(work: TreeWork, size: int, v_size: int) -> dict[str, int]:

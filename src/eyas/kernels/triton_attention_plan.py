@@ -131,7 +131,7 @@ class TreeConfig:
     prefetch: bool = True
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Load:
     """What a forward asks of the device. num_pairs: (row, query head) pairs of one key/value head;
     num_programs: programs where no request is cut; num_processors, shared_bytes: the device's
@@ -261,16 +261,13 @@ def plan_tree(
     None chooses by these.
     """
     table_BP, slots_B, visible_BQN = inputs.page_table_BP, inputs.slots_B, inputs.visible_BQN
-    num_requests, num_rows, num_nodes = visible_BQN.shape
+    num_requests, num_rows, _ = visible_BQN.shape
+    table_BP = table_BP if table_BP.stride(1) == 1 else table_BP.contiguous()
     block_m = choose_block_m(num_rows * num_groups, pool.dtype, pool.head_dim)
     per_item = pool.num_kv_heads * triton.cdiv(num_rows * num_groups, block_m)
     if config is None:
-        load = Load(
-            num_pairs=num_rows * num_groups,
-            num_programs=num_requests * per_item,
-            num_processors=num_processors,
-            shared_bytes=shared_bytes,
-        )
+        num_pairs, num_programs = num_rows * num_groups, num_requests * per_item
+        load = Load(num_pairs, num_programs, num_processors, shared_bytes)
         config = choose_tree_config(pool.dtype, pool.head_dim, load)
     slots = max(1, config.waves * num_processors // per_item)
     work = TreeWork(
@@ -278,7 +275,7 @@ def plan_tree(
         spans_B2=slots_B.new_empty(num_requests, 2, dtype=torch.int64),
         bits_BQ=slots_B.new_empty(num_requests, num_rows, dtype=torch.int64),
         write_T=slots_B.new_empty(num_requests * num_rows, dtype=torch.int64),
-        page_table_BP=table_BP if table_BP.stride(1) == 1 else table_BP.contiguous(),
+        page_table_BP=table_BP,
         first_index=inputs.first_index,
         first_node=inputs.first_node,
         page_size=pool.page_size,
@@ -286,25 +283,20 @@ def plan_tree(
         block_m=block_m,
         config=config,
     )
+    outputs = (work.items_IF, work.bits_BQ, work.write_T, work.spans_B2)
     _plan_tree_kernel[(num_requests,)](
         inputs.end_index_B.contiguous(),
         slots_B.contiguous(),
         visible_BQN.view(torch.int8),
-        work.items_IF,
-        work.bits_BQ,
-        work.write_T,
-        work.spans_B2,
+        *outputs,
         *visible_BQN.stride(),
         inputs.first_index,
         table_BP.shape[1] * pool.page_size,
-        num_requests,
-        num_rows,
-        num_nodes,
+        *visible_BQN.shape,
         len(work.items_IF),
         slots,
         inputs.first_node,
-        pool.num_page_rows,
-        pool.num_scratch_rows,
+        *(pool.num_page_rows, pool.num_scratch_rows),
         config.min_blocks,
         BLOCK_N=config.block_n,
         BLOCK_B=triton.next_power_of_2(num_requests),

@@ -3,7 +3,7 @@
 One run, the same random model of two layers, prompts and settings; both take turns. The engine
 has one thread in both cases. Exit code 1 below the goal.
 
-    python scripts/bench_server_overhead.py [--streams 16] [--tokens 128] [--repeats 3]
+    python scripts/bench_server_overhead.py [--streams 16] [--tokens 128] [--repeats 5]
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
 
     from eyas.engine.llm import LLM
@@ -85,9 +85,11 @@ def main() -> int:
                 num_tokens = sum(len(output.token_ids) for output in outputs)
                 offline.append(num_tokens / (time.perf_counter() - started))
                 served.append(asyncio.run(serve_once(port, prompts, arguments.tokens)))
-    ratio = statistics.median(served) / statistics.median(offline)
+    # Of each turn, for what else runs on a shared machine changes from one to the next.
+    ratios = [one / other for one, other in zip(served, offline, strict=True)]
+    ratio = statistics.median(ratios)
     print(f"offline {[round(v) for v in offline]} tokens/s, served {[round(v) for v in served]}")
-    print(f"served by offline: {ratio:.2f} (goal {GOAL})")
+    print(f"served by offline {[round(r, 2) for r in ratios]}: {ratio:.2f} (goal {GOAL})")
     return 0 if ratio >= GOAL else 1
 
 

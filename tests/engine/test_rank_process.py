@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fixtures.checkpoints import DraftShape, TargetShape, write_draft, write_target
 
 from eyas.config import EngineConfig
@@ -50,7 +51,7 @@ def say(engine: Engine) -> list[int]:
 def break_on(worker: Worker, rank: int) -> None:
     """Raise on one rank."""
     if (0 if isinstance(worker, LeadingWorker) else 1) == rank:
-        raise ZeroDivisionError("a bug of rank 1")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
 @contextlib.contextmanager
@@ -80,8 +81,17 @@ def test_two_processes_say_what_one_says(settings: dict[str, Any]) -> None:
                 say(engine)
         text = str(raised.value)
         assert text.startswith(f"rank 1 (process {followers.pids[0]} on {socket.gethostname()})")
-        assert "failed while serving: ZeroDivisionError: a bug of rank 1" in text
+        assert "failed while serving: OutOfMemoryError: CUDA out of memory." in text
         assert "in break_on" in text  # the traceback
+        assert text.endswith("hint: lower --max-batch-size, --kv-cache-tokens or --max-model-len")
+
+
+def test_ranks_that_would_not_meet(settings: dict[str, Any]) -> None:
+    """A trial on one of the devices has failed, for example."""
+    with ranks(settings) as (_, followers):
+        followers.wait_ready(["torch", "torch"])
+        with pytest.raises(RankError, match="has chosen torch, torch for attention where rank 0"):
+            followers.wait_ready(["triton", "triton"])
 
 
 def test_a_rank_that_is_killed_while_idle(settings: dict[str, Any]) -> None:

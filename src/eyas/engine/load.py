@@ -98,7 +98,7 @@ def load_engine(config: EngineConfig, *, progress: Progress | None = None) -> Lo
         clock.lap("load")
         engine = build_engine(config, report, models, followers=followers)
         if followers is not None:
-            followers.wait_ready()
+            followers.wait_ready(engine.worker.backends)
     except BaseException:
         if followers is not None:
             followers.stop()

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -61,6 +61,7 @@ class _Rank:
     process: subprocess.Popen[bytes]
     connection: Connection[Any, Any]
     phase: str = "starting"
+    backends: tuple[str, ...] = ()
     failure: RankFailed | None = None
     is_gone: bool = False
     beat: RankBeat = RankBeat(None, 0.0)
@@ -211,9 +212,16 @@ class RankProcesses:
             self.on_failure(lambda _: group.abort())
         return group
 
-    def wait_ready(self) -> None:
-        """Wait until all ranks have loaded. Raises RankError when one fails."""
+    def wait_ready(self, backends: Sequence[str]) -> None:
+        """Wait until all ranks have loaded. Raises RankError when one fails, or would attend in
+        another way than this rank (`backends`): they would not meet in their collectives."""
         self._wait_for("ready")
+        for rank in self._crew.ranks:
+            if rank.backends != tuple(backends):
+                raise RankError(
+                    f"{rank.name} has chosen {', '.join(rank.backends)} for attention where rank 0 "
+                    f"has {', '.join(backends)}: its log says why; use --attention-backend torch"
+                )
 
     def _wait_for(self, phase: str) -> None:
         crew = self._crew
@@ -318,7 +326,7 @@ def _take(rank: _Rank, event: object) -> None:
     if isinstance(event, RankBeat):
         rank.beat = event
     elif isinstance(event, RankReached):
-        rank.phase = event.phase
+        rank.phase, rank.backends = event.phase, event.backends
     elif isinstance(event, RankFailed):
         rank.failure = event
 

@@ -46,9 +46,11 @@ class RankSetup:
 
 @dataclasses.dataclass(frozen=True)
 class RankReached:
-    """A rank has come to a phase: "joining" (its program runs), "loading" or "ready"."""
+    """A rank has come to a phase: "joining" (its program runs), "loading" or "ready", with the
+    attention that its trials have chosen."""
 
     phase: str
+    backends: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +114,7 @@ class _Life:
         parallel = Parallel(group, config.expert_parallel)
         models = load_models(config, setup.report, parallel=parallel)
         worker = build_worker(config, setup.report, models)
-        self._port.send(RankReached("ready"))
+        self._port.send(RankReached("ready", tuple(worker.backends)))
         while (command := commands.get()) is not None:
             function, args, kwargs = command
             self._doing = function.__qualname__, time.monotonic()

@@ -153,11 +153,13 @@ class Worker:
             device=device,
         )
         chosen = choose_backend(attention, target.kv_layout, dtype, self._device)
+        self.backends = [chosen.name]  # of the target's attention, and of the draft's
         any_length = chosen.any_length
         self.proposer = None
         if draft is not None and self.draft_pool is not None:
             of_draft = choose_backend(attention, draft.kv_layout, draft_dtype, self._device)
             any_length &= of_draft.any_length
+            self.backends.append(of_draft.name)
             backend = of_draft.make(self.draft_pool)
             self.proposer = Proposer(draft, backend, self.state, num_pages=shape.num_pages)
         self.runner = RoundRunner(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from eyas.config import PLAIN, TreeShape
 from eyas.contract.attention import Attention, KVLayout
-from eyas.contract.target import TargetOutput
+from eyas.contract.target import GivenRows, LocalLogits, TargetOutput
 from eyas.engine.engine import Engine
 from eyas.engine.worker import Worker, WorkerShape
 from eyas.models.scripted import ScriptedDraft
@@ -35,7 +35,13 @@ class NoTarget:
     def set_eagle3_layers_to_capture(self, boundaries: object) -> None:
         """Nothing to capture."""
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention) -> TargetOutput:
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attention: Attention,
+        given: GivenRows | None = None,
+    ) -> TargetOutput:
         """Zeros."""
         zeros = torch.zeros(len(tokens_T), 1)
         return TargetOutput(zeros, zeros)
@@ -43,6 +49,10 @@ class NoTarget:
     def compute_logits(self, hidden_TH: Tensor) -> Tensor:
         """Zeros: token 0 is always chosen."""
         return torch.zeros(len(hidden_TH), VOCAB)
+
+    def compute_local_logits(self, hidden_TH: Tensor) -> LocalLogits:
+        """The same."""
+        return LocalLogits(self.compute_logits(hidden_TH))
 
 
 def step_milliseconds(num_requests: int, tree: TreeShape, *, num_steps: int = 150) -> float:

@@ -66,7 +66,8 @@ typedef struct {
 } Rows;
 
 #define MIDDLE 32768
-#define AHEAD 8192 /* bytes of weights fetched before they are needed */
+#define PART (1 << 17) /* bytes of weights that make one more thread worth its waiting */
+#define AHEAD 8192     /* bytes of weights fetched before they are needed */
 
 typedef struct {
     Weight w;
@@ -197,7 +198,8 @@ static void product(
     for (int64_t r = 0; r < rows; r++)
         split_row(x + r * in, high + r * in, low + r * in, split.scale + r, in);
     const Product p = {w, split, y, in, out, rows, is_bf16};
-    spread(product_part, &p, out, 4, threads);
+    const int64_t most = in * out / PART + 1;
+    spread(product_part, &p, out, 4, threads < most ? threads : most);
 }
 
 void int8_product(

@@ -26,7 +26,7 @@ def test_libraries_have_no_handlers_of_their_own(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     adopt_library_logs()
-    transformers.utils.logging.get_logger("transformers.x").warning("too long")
+    transformers.utils.logging.get_logger("transformers.x").error("too long")
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         logging.captureWarnings(False)  # pytest put its own in between

@@ -1,9 +1,11 @@
 """Kimi's tokenizer from its files: the same ids as the tiktoken library with the same pattern."""
 
 import base64
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiktoken
@@ -170,7 +172,8 @@ def test_a_tokenizer_json_beside_it_is_taken(tmp_path: Path, tokenizer: Tokenize
         (lambda lines: lines[:-1] + [b"#### 419"], "is no list of tokens"),
         (lambda lines: lines[:-1] + [lines[-1] + b" 7"], "is no list of tokens"),
         (lambda lines: lines[:300] + lines[301:], "does not number its tokens"),
-        (lambda lines: [b"version https://git-lfs.github.com/spec/v1"], "is no list of tokens"),
+        (lambda lines: [b"version https://git-lfs.github.com/spec/v1"], "run `git lfs pull`"),
+        (lambda lines: [], "does not number its tokens"),
         (
             lambda lines: [base64.b64encode(b"zz") + b" 0", *lines[1:]],
             "has no token for the byte 0",
@@ -196,3 +199,32 @@ def test_a_configuration_of_another_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(config)
     with pytest.raises(EyasError, match="special ones are 400 to 655"):
         Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"added_tokens_decoder": ["[BOS]"]}, "must be an object of tokens"),
+        ({"added_tokens_decoder": {"first": {"content": "[BOS]"}}}, "must be an object of tokens"),
+        ({"added_tokens_decoder": {"420": {"special": True}}}, "must be an object of tokens"),
+        ({"added_tokens_decoder": {"420": {"content": ""}}}, "must be an object of tokens"),
+        ({"added_tokens_decoder": {"420": {"content": "a"}}}, "'a', is another one's name"),
+        ({"added_tokens_decoder": {"420": "<a>", "421": "<a>"}}, "'<a>', is another one's name"),
+        ({"eos_token": "<no such>"}, "eos_token names no token"),
+        ({"bos_token": 5}, "bos_token names no token"),
+    ],
+)
+def test_a_broken_configuration_is_refused(tmp_path: Path, change: Any, text: str) -> None:
+    write_kimi_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(EyasError, match=f"{text}.*tiktoken.model and tokenizer_config.json there"):
+        Tokenizer(tmp_path)
+
+
+def test_tokens_are_named_with_flags_too(tmp_path: Path) -> None:
+    ids = write_kimi_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    named = {"eos_token": {"__type": "AddedToken", "content": "[EOS]", "lstrip": False}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | named))
+    assert Tokenizer(tmp_path)._tokenizer.eos_token_id == ids["[EOS]"]

@@ -129,6 +129,12 @@ def test_sixteen_bits_are_not_cut_off() -> None:
     wide = Image.frombytes("I;16", (8, 8), struct.pack("<64H", *(i * 1000 for i in range(64))))
     found = pixels(read_image(file_of(wide), SMALL, LIMITS))
     assert found[:8, :8, 0].flatten().tolist() == [i * 1000 // 256 for i in range(64)]
+    assert fit_image(wide, SMALL) == read_image(file_of(wide), SMALL, LIMITS)
+
+
+def test_a_picture_without_pixels_is_refused() -> None:
+    with pytest.raises(ImageError, match="0 × 5 pixels"):
+        fit_image(Image.new("RGB", (0, 5)), SMALL)
 
 
 def test_photographs_are_turned_upright() -> None:
@@ -174,7 +180,7 @@ def animation(kind: str) -> bytes:
     ("data", "text"),
     [
         (b"", "no image that can be read"),
-        (b"hello", "no image that can be read"),
+        (b"hello", r"GIF, BMP\): it begins like none of these$"),
         (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no image that can be read"),
         (file_of(gradient(64, 64))[:100], "no image that can be read"),
         (file_of(gradient(64, 64), "JPEG")[:300], "no image that can be read"),

@@ -117,6 +117,8 @@ def test_limits_come_from_the_preprocessor(tmp_path: Path, name: str, data: Any)
         ({"vt_hidden_size": 1153}, {}, "no multiple of 4 × 16 heads"),
         ({"vt_num_hidden_layers": "many"}, {}, "vt_num_hidden_layers must be a whole number"),
         ({"merge_kernel_size": [2, 3]}, {}, "merge_kernel_size must be a number or two equal"),
+        ({"rope_parameters": {"rope_theta": "10"}}, {}, "rope_theta must be a positive number"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, {}, "rope_type must be axial, not 'yarn'"),
         ({}, {"patch_size": 16}, "patch_size must be 14, as in config.json"),
         ({}, {"merge_kernel_size": 3}, "merge_kernel_size must be 2, as in config.json"),
         ({}, {"image_std": [0.5, 0, 0.5]}, "image_std must be three numbers"),

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from eyas.models.config_file import read_json
+from eyas.models.config_file import LFS_PREFIX, read_json
 from eyas.types import EyasError
 
-FILE = "tiktoken.model"
+FILE, CONFIG = "tiktoken.model", "tokenizer_config.json"
 NUM_SPECIAL = 256
 # Chinese characters; words, which may begin with one other sign, in two cases, with English
 # endings; up to three digits; signs; line ends; spaces. `tokenization_kimi.py` of Kimi-K2 has it.
@@ -54,19 +54,24 @@ def load_tiktoken(folder: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     ranks = read_ranks(folder / FILE)
-    config_file = folder / "tokenizer_config.json"
+    config_file = folder / CONFIG
     config = read_json(config_file) if config_file.exists() else {}
     special = _special_tokens(config, first=len(ranks))
-    named = {name: config[name] for name in _NAMED if isinstance(config.get(name), str)}
+    tokenizer = make_tokenizer(ranks, special)
+    roles = {role: _content(config[role]) for role in _ROLES if config.get(role) is not None}
+    for role, name in roles.items():
+        # transformers would add a token that the model has no row for.
+        if name is None or tokenizer.token_to_id(name) is None:
+            raise EyasError(f"{CONFIG}: {role} names no token of {FILE}: {config[role]!r}")
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=make_tokenizer(ranks, special),
+        tokenizer_object=tokenizer,
         chat_template=_chat_template(folder, config),
         clean_up_tokenization_spaces=False,
-        **named,
+        **roles,
     )
 
 
-_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
+_ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
@@ -76,7 +81,10 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     """
     ranks: dict[bytes, int] = {}
     try:
-        for line in path.read_bytes().splitlines():
+        raw = path.read_bytes()
+        if raw.startswith(LFS_PREFIX):
+            raise EyasError(f"{path} is a Git-LFS pointer and not the file: run `git lfs pull`")
+        for line in raw.splitlines():
             if line:
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
@@ -93,7 +101,10 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def make_tokenizer(ranks: Mapping[bytes, int], special: Mapping[int, Any]) -> Any:
-    """A `tokenizers.Tokenizer`; special: AddedToken by id."""
+    """A `tokenizers.Tokenizer`; special: AddedToken by id.
+
+    Raises EyasError for two tokens of one name.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     symbols = _byte_symbols()
@@ -110,7 +121,8 @@ def make_tokenizer(ranks: Mapping[bytes, int], special: Mapping[int, Any]) -> An
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens([special[number] for number in sorted(special)])
     for number, token in special.items():
-        assert tokenizer.token_to_id(token.content) == number
+        if tokenizer.token_to_id(token.content) != number:
+            raise EyasError(f"the special token {number}, {token.content!r}, is another one's name")
     return tokenizer
 
 
@@ -128,19 +140,21 @@ def _special_tokens(config: Mapping[str, Any], *, first: int) -> dict[int, Any]:
     from tokenizers import AddedToken
 
     named = config.get("added_tokens_decoder") or {}
-    if not isinstance(named, dict):
-        raise EyasError("tokenizer_config.json: added_tokens_decoder must be an object")
+    is_object = isinstance(named, dict)
+    if not is_object or not all(key.isdecimal() and _content(v) for key, v in named.items()):
+        raise EyasError(f"{CONFIG}: added_tokens_decoder must be an object of tokens by their ids")
     ids = {int(number): entry for number, entry in named.items()}
     outside = [number for number in ids if not first <= number < first + NUM_SPECIAL]
     if outside:
         raise EyasError(
-            f"tokenizer_config.json names the special token {outside[0]}, and {FILE} has {first} "
+            f"{CONFIG} names the special token {outside[0]}, and {FILE} has {first} "
             f"tokens: special ones are {first} to {first + NUM_SPECIAL - 1}; the files belong to "
             "different models"
         )
     tokens = {}
     for number in range(first, first + NUM_SPECIAL):
-        entry = ids.get(number, {"content": f"<|reserved_token_{number}|>"})
+        entry = ids.get(number, f"<|reserved_token_{number}|>")
+        entry = entry if isinstance(entry, dict) else {"content": entry}
         flags = {name: bool(entry.get(name, False)) for name in ("lstrip", "rstrip", "single_word")}
         tokens[number] = AddedToken(
             entry["content"], special=bool(entry.get("special", True)), normalized=False, **flags
@@ -148,11 +162,20 @@ def _special_tokens(config: Mapping[str, Any], *, first: int) -> dict[int, Any]:
     return tokens
 
 
+def _content(token: Any) -> str | None:
+    """A token's text; configurations write it alone or with flags. None for anything else."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) and content else None
+
+
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """The template's own file, else the configuration's."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise EyasError(f"{file} is no text in UTF-8: {error}") from None
     template = config.get("chat_template")
     return template if isinstance(template, str) else None
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from eyas.engine.tiktoken_file import is_tiktoken_folder, load_tiktoken
+from eyas.engine.tiktoken_file import FILE, is_tiktoken_folder, load_tiktoken
 from eyas.types import EyasError
 
 _REPLACEMENT = "\ufffd"
@@ -30,15 +30,17 @@ class Tokenizer:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer  # heavy: two seconds
 
+        is_tiktoken = is_tiktoken_folder(folder)
         try:
-            if is_tiktoken_folder(folder):
+            if is_tiktoken:
                 self._tokenizer: Any = load_tiktoken(folder)
             else:
                 self._tokenizer = AutoTokenizer.from_pretrained(str(folder))
         except Exception as error:  # broken files make transformers raise anything
+            file = FILE if is_tiktoken else "tokenizer.json"
             raise EyasError(
-                f"{folder} has no tokenizer that can be read ({error}): copy the model's "
-                "tokenizer.json and tokenizer_config.json there"
+                f"{folder} has no tokenizer that can be read ({error}): copy the model's {file} "
+                "and tokenizer_config.json there"
             ) from error
         self._byte_of = _BYTE_LEVEL if _is_byte_level(self._tokenizer) else None
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_UNREADABLE = f"this is no image that can be read ({', '.join(_FORMATS)})"
 _MAY_MOVE = {"PNG", "WEBP", "GIF"}  # a phone's JPEG may hold a second picture, which is no frame
 
 
@@ -98,7 +99,7 @@ def read_image(data: bytes, vision: VisionConfig, limits: ImageLimits) -> ImageI
 
 def _decode(data: bytes, limits: ImageLimits) -> Image:
     require_pillow()
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     bombs = (Image.DecompressionBombError, Image.DecompressionBombWarning)
     try:
@@ -111,16 +112,16 @@ def _decode(data: bytes, limits: ImageLimits) -> Image:
         image.load()
         upright = ImageOps.exif_transpose(image)
         assert upright is not None  # it is for calls with in_place alone
-        return _as_rgb(upright)
+        return upright
     except ImageError:
         raise
     except bombs:
         raise ImageError(_too_many("far too many", limits)) from None
+    except UnidentifiedImageError:  # whose text is the address of an object
+        raise ImageError(f"{_UNREADABLE}: it begins like none of these") from None
     except Exception as error:  # decoders raise anything on broken files
         reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise ImageError(
-            f"this is no image that can be read ({', '.join(_FORMATS)}): {reason[0][:200]}"
-        ) from None
+        raise ImageError(f"{_UNREADABLE}: {reason[0][:200]}") from None
 
 
 def _too_many(found: str, limits: ImageLimits) -> str:
@@ -135,11 +136,15 @@ def _as_rgb(image: Image) -> Image:
 
 
 def fit_image(image: Image, vision: VisionConfig) -> ImageInput:
-    """A decoded image, shrunk and padded; its place in the prompt is still to be set."""
+    """A decoded image, shrunk and padded; its place in the prompt is still to be set.
+
+    Raises ImageError for one without pixels.
+    """
     from PIL import Image as ImageModule
 
-    if image.mode != "RGB":
-        image = image.convert("RGB")
+    if not image.width * image.height:
+        raise ImageError(f"the image has {image.width} × {image.height} pixels")
+    image = _as_rgb(image)
     (height, width), padded = fitted_size(image.height, image.width, vision)
     resized = image.resize((width, height), ImageModule.Resampling.BICUBIC)
     canvas = ImageModule.new("RGB", (padded[1], padded[0]))

@@ -85,11 +85,12 @@ def _compressed_tensors(section: Mapping[str, Any]) -> tuple[str, int, Ignored] 
     if not isinstance(weights, dict) or group.get("targets") != ["Linear"]:
         return None
     wanted = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True}
-    formats = {section.get("format"), group.get("format") or section.get("format")}
-    size = weights.get("group_size")
+    formats = (section.get("format"), group.get("format") or section.get("format"))
+    size, patterns = weights.get("group_size"), _names(section, "ignore")
     if (
-        any(weights.get(key) != value for key, value in wanted.items())
-        or formats != {"pack-quantized"}
+        patterns is None
+        or any(weights.get(key) != value for key, value in wanted.items())
+        or any(name != "pack-quantized" for name in formats)
         or weights.get("actorder") not in (None, False)
         or group.get("input_activations")
         or group.get("output_activations")
@@ -97,14 +98,22 @@ def _compressed_tensors(section: Mapping[str, Any]) -> tuple[str, int, Ignored] 
         or size < 1
     ):
         return None
-    patterns = [str(pattern) for pattern in section.get("ignore") or []]
-    return "int4", size, lambda name: any(_matches(pattern, name) for pattern in patterns)
+    try:
+        # A plain name is the whole of a module's, a pattern its beginning.
+        ignored = [
+            re.compile(name[3:] if name.startswith("re:") else rf"{re.escape(name)}\Z")
+            for name in patterns
+        ]
+    except re.error:
+        return None
+    return "int4", size, lambda name: any(pattern.match(name) for pattern in ignored)
 
 
-def _matches(pattern: str, name: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), name) is not None
-    return pattern == name
+def _names(section: Mapping[str, Any], key: str) -> list[str] | None:
+    """A list of names, empty where the key is absent; None for anything else."""
+    names = section.get(key) or []
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return names if is_list else None
 
 
 def _fp8(section: Mapping[str, Any]) -> tuple[str, int, Ignored] | None:
@@ -114,5 +123,7 @@ def _fp8(section: Mapping[str, Any]) -> tuple[str, int, Ignored] | None:
         return None
     if type(block[0]) is not int or block[0] < 1 or section.get("fmt", "e4m3") != "e4m3":
         return None
-    left_out = [str(name) for name in section.get("modules_to_not_convert") or []]
+    left_out = _names(section, "modules_to_not_convert")
+    if left_out is None:
+        return None
     return "fp8", block[0], lambda name: any(f".{m}." in f".{name}." for m in left_out)

@@ -42,7 +42,11 @@ def read_vision(top: Fields, folder: Path, *, vocab_size: int) -> VisionConfig |
     for key, only in _ONLY.items():
         if fields.text(key, only) != only:
             fields.problems.append(f"{key} must be {only}, not {section[key]!r}")
-    theta = fields.section("rope_parameters").get("rope_theta", _DEFAULT.rope_theta)
+    rope = Fields(fields.section("rope_parameters"), where="rope_parameters", subject=top.subject)
+    if rope.text("rope_type", "axial") not in ("axial", "default"):
+        rope.problems.append(f"rope_type must be axial, not {rope.data['rope_type']!r}")
+    theta = rope.number("rope_theta", _DEFAULT.rope_theta)
+    fields.problems += [f"rope_parameters.{problem}" for problem in rope.problems]
     eps = fields.number("projector_ln_eps", top.number("projection_layer_norm_eps", 1e-5))
     token = top.integer("image_token_id", _DEFAULT.placeholder_id, least=0)
     vision = VisionConfig(
@@ -53,7 +57,7 @@ def read_vision(top: Fields, folder: Path, *, vocab_size: int) -> VisionConfig |
         patch_size=fields.integer("patch_size", _DEFAULT.patch_size),
         merge_size=_square(fields, "merge_kernel_size", _DEFAULT.merge_size),
         grid_size=(_grid(fields, "height"), _grid(fields, "width")),
-        rope_theta=float(theta),
+        rope_theta=theta,
         norm_eps=eps,
         placeholder_id=top.integer("media_placeholder_token_id", token, least=0),
     )

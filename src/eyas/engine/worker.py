@@ -171,15 +171,17 @@ class Worker:
             if simulate_acceptance is None
             else SimulatedAcceptance(simulate_acceptance, device=device),
         )
-
         self.graphs: RoundGraphs | None = None
         if cuda_graphs and self._device.type == "cuda":
-            self.graphs = RoundGraphs(
-                self.runner,
-                num_slots=shape.num_slots,
-                max_kv_len=shape.max_pages * shape.page_size,
-                any_length=any_length,
-            )
+            self.graphs = self._make_graphs(any_length)
+
+    def _make_graphs(self, any_length: bool) -> RoundGraphs:
+        return RoundGraphs(
+            self.runner,
+            num_slots=self.shape.num_slots,
+            max_kv_len=self.shape.max_pages * self.shape.page_size,
+            any_length=any_length,
+        )
 
     def _pool(self, model: Target | Draft, dtype: torch.dtype) -> KVPool:
         return KVPool(

@@ -68,6 +68,10 @@ def _problem(layout: KVLayout, dtype: torch.dtype, device: torch.device) -> str 
         return f"they do not compute in {dtype}"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install triton)"
+    from eyas.kernels.triton_attention_rotate import supports
+
+    if not supports(dtype, layout.head_dim, layout.v_head_dim):
+        return f"no kernel takes heads of {max(layout.head_dim, layout.v_head_dim)}"
     try:
         difference = _trial(layout, dtype, device)
     except Exception as error:  # a compiler's or a driver's: whatever it is, the reference runs

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from eyas import kernels
 from eyas.attention.choose import Choice, choose_backend
 from eyas.cache.pool import KVPool
 from eyas.config import MAX_TREE_NODES, PLAIN, TreeShape
@@ -181,6 +182,7 @@ class Worker:
             num_slots=self.shape.num_slots,
             max_kv_len=self.shape.max_pages * self.shape.page_size,
             any_length=any_length,
+            mixes_noise=kernels.has_triton(self._device),
         )
 
     def _pool(self, model: Target | Draft, dtype: torch.dtype) -> KVPool:
@@ -205,7 +207,7 @@ class Worker:
         if self.draft is not None:
             self.draft.bind(slot, tokens)
         if self.proposer is not None and num_cached:
-            row = torch.tensor((slot, tokens[num_cached], num_cached - 1), device=self._device)
+            row = self._on_device((slot, tokens[num_cached], num_cached - 1))
             self.proposer.continue_from_page(row[:1], row[1:2], row[2:])
 
     @torch.inference_mode()
@@ -268,8 +270,8 @@ class Worker:
     def close(self) -> None:
         """Nothing to end: a lone rank has no others."""
 
-    def _on_device(self, slots: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(slots, device=self._device)
+    def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
+        return self.state.to_device(torch.tensor(numbers))
 
     def _set_primed(self, slots: Sequence[int], primed: bool) -> None:
         for slot in slots:

@@ -35,7 +35,7 @@ def _noise_kernel(
 ):
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    row = tl.program_id(0)
+    row = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = number < num_tokens
     key_a, key_b = noise_keys(tl.load(seed_R + row), tl.load(position_R + row))

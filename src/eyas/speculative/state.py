@@ -163,7 +163,7 @@ class SlotState:
         for row in rows.values():
             words.append(triton_slots.float_words(row) if row.is_floating_point() else row)
         triton_slots.write_slot(
-            self._to_device(torch.cat(words)),
+            self.to_device(torch.cat(words)),
             numbers=[_bytes(getattr(self, name)) for name in numbers],
             floats=[getattr(self, name) for name in floats],
             rows=[getattr(self, name) for name in rows],
@@ -173,8 +173,8 @@ class SlotState:
         """Write the page tables of slots, in one copy; entries past a slot's pages become the
         null page."""
         rows = torch.stack([self._padded(self.page_table_SP, p, NULL_PAGE) for p in pages.values()])
-        slots = self._to_device(torch.tensor(list(pages)))
-        self.page_table_SP.index_copy_(0, slots, self._to_device(rows))
+        slots = self.to_device(torch.tensor(list(pages)))
+        self.page_table_SP.index_copy_(0, slots, self.to_device(rows))
 
     def pages(self, slots: Tensor, index: Tensor, page_size: int) -> Tensor:
         """Page that holds a cache index of a slot (int64, of any one shape)."""
@@ -193,7 +193,7 @@ class SlotState:
         row = list(values) + [padding] * (table.shape[1] - len(values))
         return torch.tensor(row, dtype=table.dtype)
 
-    def _to_device(self, host: Tensor) -> Tensor:
+    def to_device(self, host: Tensor) -> Tensor:
         """A copy which the host does not wait for."""
         if self.device.type == "cuda":
             host = host.pin_memory()
@@ -203,10 +203,10 @@ class SlotState:
         """Start the penalty counts from the tokens that are there already."""
         for table in (self.output_count_SV, self.prompt_seen_SV):
             table[slot] = 0
-        prompt = self._to_device(torch.tensor(settings.prompt_token_ids))
+        prompt = self.to_device(torch.tensor(settings.prompt_token_ids))
         self.prompt_seen_SV[slot, prompt] = True
         if settings.output_token_ids:
-            output = self._to_device(torch.tensor(settings.output_token_ids))
+            output = self.to_device(torch.tensor(settings.output_token_ids))
             one = torch.ones_like(output, dtype=torch.int32)
             self.output_count_SV[slot].index_add_(0, output, one)
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from eyas import kernels
 from eyas.config import EngineConfig
-from eyas.engine import load
+from eyas.engine import device, load
 from eyas.engine.check import CheckReport, run_check
 from eyas.engine.device import backends
 
@@ -90,10 +90,20 @@ def test_backends_are_those_that_run(folder: Path, monkeypatch: pytest.MonkeyPat
     assert named["attention"].startswith("torch reference")
     assert kernels.rms_norm.__module__ == "eyas.kernels.dispatch"
     assert named["kernels"] == kernels.native.status()
-    assert backends("cuda")["kernels"] == "torch reference"
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert "oneDNN" not in backends("cpu")["linear layers"]
-    assert backends("cuda")["linear layers"] == "cuBLAS"
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_backends_of_a_gpu_depend_on_triton(
+    monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    monkeypatch.setattr(device, "has_triton", lambda device: installed)
+    named = backends("cuda")
+    assert named["kernels"].startswith("Triton" if installed else "torch reference")
+    assert named["attention"].startswith("Triton" if installed else "torch reference")
+    assert named["linear layers"].startswith("cuBLAS")
+    assert ("timed at load" in named["linear layers"]) is installed
 
 
 def test_printed_and_as_json(folder: Path) -> None:

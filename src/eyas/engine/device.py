@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from eyas.config import EngineConfig
-from eyas.kernels import native
+from eyas.kernels import has_triton, native
+from eyas.kernels.linear_config import MAX_ROWS
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.config import ModelConfig
 from eyas.types import EyasError
@@ -55,13 +56,22 @@ def resolve_draft_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype
 
 def backends(device: str) -> dict[str, str]:
     """What will compute, by part: the names of the log and of `--explain`."""
+    if device == "cuda" and has_triton(torch.device(device)):
+        return {
+            # Tried when the pools are made, which a check does not do.
+            "attention": "Triton, where a trial at load gives the torch reference's result; "
+            "latent attention: torch reference",
+            "kernels": "Triton; experts and quantized weights: torch reference",
+            "linear layers": f"cuBLAS, or Triton for up to {MAX_ROWS} rows where that is faster "
+            "when timed at load",
+        }
     linear = "cuBLAS" if device == "cuda" else "torch"
     if device == "cpu" and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         linear = "oneDNN, weights packed if that is faster when timed at load"
     return {
         "attention": "torch reference: pages gathered, scaled_dot_product_attention",
         # On a CPU, for few rows (attention's too), C that is compiled at first use.
-        "kernels": native.status() if device == "cpu" else "torch reference",
+        "kernels": native.status() if device == "cpu" else "torch reference (no Triton here)",
         "linear layers": linear,
     }
 

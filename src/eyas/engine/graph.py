@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ import torch
 from eyas.config import TreeShape
 from eyas.kernels import SamplingMode
 from eyas.speculative.round import RoundOutput, RoundRunner
+
+logger = logging.getLogger(__name__)
 
 SHORTEST_KV_LEN = 256
 _WARM_UPS = 2  # libraries choose algorithms and allocate workspaces in the first calls
@@ -87,7 +90,6 @@ class RoundGraphs:
 
     any_length: the backends' plans do not depend on max_kv_len. mixes_noise: sampled and greedy
     requests cost the same in one launch, so that no graph is kept for greedy batches alone.
-    capture_seconds: what all captures have cost so far.
     """
 
     def __init__(
@@ -103,7 +105,6 @@ class RoundGraphs:
         self._any_length, self._mixes_noise = any_length, mixes_noise
         self._captured: dict[GraphKey, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self.capture_seconds = 0.0
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -142,8 +143,9 @@ class RoundGraphs:
     ) -> int:
         """Capture the usual rounds of these shapes for all batch sizes; how many graphs there are.
 
-        Rounds with penalties, truncation, biases or log-probabilities, and where attention depends
-        on lengths all but the shortest, are captured when they are first run.
+        Rounds with penalties, truncation, biases or log-probabilities are captured when they are
+        first run; so are sampled ones where noise has graphs of its own, and all but the shortest
+        where attention depends on lengths.
         """
         keys = [
             self.key(size, shape, max_kv_len=1, mode=SamplingMode())
@@ -192,7 +194,7 @@ class RoundGraphs:
                 yield
 
         output = run(capture)
-        self.capture_seconds += time.perf_counter() - start
+        logger.debug("captured %s in %.2f s", key, time.perf_counter() - start)
         return _Captured(graphs, slots_B, output)
 
 

@@ -254,7 +254,9 @@ class Worker:
     def capture(self, *, progress: Callable[[int, int], None] | None = None) -> None:
         """Capture the usual rounds as graphs ahead of the first request; nothing without graphs."""
         if self.graphs is not None:
-            self.graphs.capture({self.shape.tree, PLAIN}, progress=progress)
+            # In one order on all ranks, and what needs the most memory first.
+            shapes = dict.fromkeys((self.shape.tree, PLAIN))
+            self.graphs.capture(shapes, progress=progress)
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """function(worker, ...): what a rank alone must not do, as its models meet other ranks."""

@@ -15,8 +15,7 @@ from eyas.contract.draft import DraftOutput
 from eyas.kernels import SamplingMode, triton_draft
 from eyas.kernels import triton_tree as trees
 from eyas.speculative.steps import RoundStart
-from eyas.speculative.tree import PlacedTree as PlacedTree
-from eyas.speculative.tree import Tree
+from eyas.speculative.tree import PlacedTree, Tree
 
 if TYPE_CHECKING:
     from eyas.speculative.proposer import Proposer

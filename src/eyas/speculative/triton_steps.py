@@ -34,8 +34,8 @@ from eyas.speculative.simulate import SimulatedAcceptance
 from eyas.speculative.state import SlotState
 from eyas.speculative.steps import Entries, Growth, LastPairs, RoundStart, Settled
 from eyas.speculative.torch_steps import TorchSteps
-from eyas.speculative.tree import Tree, chain_tree
-from eyas.speculative.triton_growth import ChainGrowth, GatheredStart, PlacedTree, TreeGrowth
+from eyas.speculative.tree import PlacedTree, Tree, chain_tree
+from eyas.speculative.triton_growth import ChainGrowth, GatheredStart, TreeGrowth
 
 if TYPE_CHECKING:
     from eyas.speculative.proposer import Proposer

@@ -111,3 +111,9 @@ def test_explain_prints_the_plan(smollm2_dir: Path) -> None:
         assert f"\n{section}  " in ran.out
     refused = run("check", smollm2_dir, "--explain", "--json")
     assert refused.code == 1 and "leave --explain out" in refused.err
+
+
+@pytest.mark.parametrize("size", ["0", "inf", "nan", "1e300", "96GiB"])
+def test_memory_that_no_device_has(pair: tuple[Path, Path], size: str) -> None:
+    ran = run("check", pair[0], "--device-memory", size)
+    assert (ran.code, "--device-memory" in ran.err) == (1, True)

@@ -63,6 +63,7 @@ def test_kimi_k25_with_a_draft(tmp_path: Path, name: str) -> None:
     draft = 576 if name == "latent" else 2 * 64 * 128
     assert plan.kv_bytes_per_token == 2 * (61 * 576 + draft)
     assert plan.fits and plan.max_model_len == 65536
+    assert json.loads(report.to_json())["target"]["quant"]["parts"] == ["experts"]
 
 
 def test_the_explained_plan_counts_numbers_and_not_bytes(tmp_path: Path) -> None:

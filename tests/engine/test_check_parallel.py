@@ -90,7 +90,14 @@ def test_small_cards_are_refused_with_numbers_that_work(tmp_path: Path) -> None:
         hint = errors(report)["memory-weights"].hint
         assert hint.endswith(f"or --tp {advice}")
     assert check(tmp_path, device_gib=48, tensor_parallel_size=16).ok
-    settings: dict[str, Any] = {"tensor_parallel_size": 8, "kv_cache_tokens": 400_000}
+    settings: dict[str, Any]
+    for asked in ({}, {"max_model_len": 65536}, {"kv_cache_tokens": 4096, "max_batch_size": 2}):
+        settings = asked | {"tensor_parallel_size": 8}
+        hint = errors(check(tmp_path, device_gib=48, **settings))["memory-weights"].hint
+        enough = float(hint.partition("--device-memory ")[2].partition(")")[0])
+        assert check(tmp_path, device_gib=enough, **settings).ok
+        assert not check(tmp_path, device_gib=enough - 0.2, **settings).ok
+    settings = {"tensor_parallel_size": 8, "kv_cache_tokens": 400_000}
     report = check(tmp_path, max_model_len=65536, **settings)
     hint = errors(report)["memory"].hint
     assert hint.startswith("use --kv-cache-tokens ")

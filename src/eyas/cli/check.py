@@ -27,6 +27,7 @@ DeviceMemory = Annotated[
     float | None,
     typer.Option(
         min=0.001,
+        max=1e6,
         help="Plan for GPUs of so many GiB each, whatever this machine has.",
     ),
 ]

@@ -323,7 +323,13 @@ class _Check:
         if self.division is not None and self.division.undivided:
             return  # a plan for another number of ranks would be wrong
         self.plan = plan_memory(need, budget_bytes=budget)
-        report_plan(need, self.plan, self.findings, fitting=lambda: self._fitting(budget))
+        report_plan(
+            need,
+            self.plan,
+            self.findings,
+            fitting=lambda: self._fitting(budget),
+            device_bytes=self.device_bytes,
+        )
         self.facts["memory"] = describe_plan(self.plan)
 
     def _describe_device(self, device: str) -> str:

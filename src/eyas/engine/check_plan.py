@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from eyas.cache.pool import NUM_RESERVED_PAGES
@@ -97,16 +98,18 @@ def report_plan(
     findings: Findings,
     *,
     fitting: Callable[[], Sequence[int]] = tuple,
+    device_bytes: int | None = None,
 ) -> None:
     """Report a plan that does not fit, with what would; or what was cut to make it fit.
 
-    fitting: numbers of ranks above this one with which it fits.
+    fitting: numbers of ranks above this one with which it fits. device_bytes: of the device that is
+    planned for, of which the budget is a part.
     """
     if plan.budget_bytes is None:
         findings.skip("device", "memory-unknown", "the device's memory could not be read")
         return
     if not plan.fits:
-        _report_too_small(need, plan, findings, fitting=fitting())
+        _report_too_small(need, plan, findings, fitting=fitting(), device_bytes=device_bytes)
         return
     if plan.max_model_len < (need.max_model_len or need.default_model_len):
         findings.warn(
@@ -128,20 +131,30 @@ def report_plan(
 
 
 def _report_too_small(
-    need: MemoryNeed, plan: MemoryPlan, findings: Findings, *, fitting: Sequence[int]
+    need: MemoryNeed,
+    plan: MemoryPlan,
+    findings: Findings,
+    *,
+    fitting: Sequence[int],
+    device_bytes: int | None,
 ) -> None:
     assert plan.budget_bytes is not None
     more_ranks = [f"--tp {fitting[0]}"] if fitting else []
     each = " on each rank" if plan.num_ranks > 1 else ""
     least = need.total_bytes(1, MIN_MODEL_LEN)
     if least > plan.budget_bytes:
+        enough = _least_bytes(need)
+        device = f"use a device with at least {format_bytes(enough)} to spare"
+        if device_bytes is not None:
+            whole = math.ceil(enough * device_bytes / plan.budget_bytes / (1 << 30) * 10) / 10
+            device += f" (--device-memory {whole})"
         findings.error(
             "device",
             "memory-weights",
             f"the weights need {format_bytes(need.weight_bytes)} and one short request "
             f"{format_bytes(least - need.weight_bytes)} more{each}; "
             f"{format_bytes(plan.budget_bytes)} are available",
-            f"use a device with at least {format_bytes(least)} to spare"
+            device
             + "".join(f", or {option}" for option in more_ranks)
             + (", or --dtype bfloat16" if need.dtype.itemsize > 2 else ""),
         )
@@ -152,6 +165,15 @@ def _report_too_small(
         f"{describe_plan(plan)}: that does not fit",
         "use " + " or ".join(_options(need, plan, plan.budget_bytes) + more_ranks),
     )
+
+
+def _least_bytes(need: MemoryNeed) -> int:
+    """What the settings need at least: a short request where the plan may choose the length."""
+    model_len = need.max_model_len or need.default_model_len
+    if need.max_model_len is None and need.kv_cache_tokens is None:
+        model_len = min(MIN_MODEL_LEN, model_len)
+    num_pages = need.num_pages(1, need.kv_cache_tokens or model_len)
+    return need.total_bytes(need.max_batch_size, model_len, num_pages)
 
 
 def _options(need: MemoryNeed, plan: MemoryPlan, budget_bytes: int) -> list[str]:

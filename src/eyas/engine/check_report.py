@@ -63,12 +63,12 @@ class CheckReport:
         """Plain data, for JSON."""
         return {
             "ok": self.ok,
-            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "findings": [_plain(finding) for finding in self.findings],
             "facts": self.facts,
-            "explain": [dataclasses.asdict(section) for section in self.sections],
-            "plan": dataclasses.asdict(self.plan) if self.plan else None,
-            "target": dataclasses.asdict(self.target) if self.target else None,
-            "draft": dataclasses.asdict(self.draft) if self.draft else None,
+            "explain": [_plain(section) for section in self.sections],
+            "plan": _plain(self.plan) if self.plan else None,
+            "target": _plain(self.target) if self.target else None,
+            "draft": _plain(self.draft) if self.draft else None,
             "seconds": round(self.seconds, 3),
         }
 
@@ -130,6 +130,15 @@ class CheckReport:
         elif self.of(Severity.SKIPPED):
             verdict = "nothing wrong in what could be checked"
         return f"{verdict}: {', '.join(counts)} ({self.seconds:.1f} s)"
+
+
+def _plain(part: Any) -> dict[str, Any]:
+    """A dataclass as what JSON knows, which has no sets."""
+
+    def as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: sorted(v) if isinstance(v, frozenset) else v for name, v in pairs}
+
+    return dataclasses.asdict(part, dict_factory=as_dict)
 
 
 def _cell(column: str, value: Any) -> Text:

@@ -146,7 +146,9 @@ def test_request_ids_come_back(server: Server) -> None:
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Callable[[logging.Formatter], list[str]]:
+def log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[logging.Formatter], list[str]]:
     """Lines of the access log, written in a format as they come."""
     caplog.set_level(logging.INFO)
 
@@ -157,7 +159,7 @@ def log(caplog: pytest.LogCaptureFixture) -> Callable[[logging.Formatter], list[
             if record.name.startswith("eyas"):
                 lines.append(formatter.format(record))
 
-        caplog.handler.emit = emit  # type: ignore[method-assign]
+        monkeypatch.setattr(caplog.handler, "emit", emit)  # the handler is that of all tests
         return lines
 
     return start

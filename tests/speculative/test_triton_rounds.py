@@ -36,6 +36,7 @@ ROUNDS = {
     "greedy chain": (TreeShape(2, 1, 3), GREEDY),
     "tree": (TreeShape(3, 2, 8), SAMPLED),
     "one level": (TreeShape(1, 3, 4), SAMPLED),
+    "more candidates than kernels take": (TreeShape(2, 17, 20), SAMPLED),
     "everything": (
         TreeShape(2, 2, 6),
         SamplingMode(noise=True, truncate=True, penalize=True, bias=True, num_logprobs=2),

@@ -1,4 +1,4 @@
-"""A round of torch operations, captured as a CUDA graph and replayed, gives the same tokens."""
+"""A round that was captured as CUDA graphs and is replayed gives the same tokens."""
 
 import pytest
 import torch

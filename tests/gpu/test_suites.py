@@ -27,7 +27,7 @@ def run(files: list[str], **variables: str) -> None:
     environment = {**os.environ, "EYAS_TEST_DEVICE": "cuda", **variables}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     if importlib.util.find_spec("xdist"):
-        command += ["-n", "8"]
+        command += ["-n", "8", "-p", "no:benchmark"]  # pytest-benchmark warns beside xdist
     ran = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
     assert " passed" in ran.stdout

@@ -1,5 +1,6 @@
 """Draft training on a CUDA device: the fast attention is taken, and no step waits for the host."""
 
+import pytest
 import torch
 from fixtures.tiny import llama_config, tiny_target
 from fixtures.training import random_talks, settings
@@ -44,6 +45,7 @@ def test_flash_attention_is_taken() -> None:
         assert isinstance(choose_core(q, k, k), VarlenFlash)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_step_does_not_wait() -> None:
     trainer = make_trainer("cuda", torch.bfloat16)
     run_steps(trainer, 1)

@@ -9,6 +9,7 @@ import dataclasses
 
 import pytest
 import torch
+from fixtures.device import DEVICE
 from fixtures.markov import BATCH, STOPS, V, exact_law, first_tokens, fit
 from torch import Tensor
 
@@ -46,6 +47,10 @@ EVERYTHING = SamplingParams(
 )
 # Truncation is slow on rows of 8 values: fewer rows.
 SHAPE_OF = {name: CHAIN if name in ("top-k", "top-p", "min-p") else TREE for name in PARAMS}
+
+
+# These put another method in the place of the proposal.
+IN_TORCH = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU proposes inside a kernel")
 
 
 @pytest.mark.parametrize("name", list(PARAMS))
@@ -86,6 +91,7 @@ def test_every_shape_says_the_same() -> None:
             assert accepted > 0.1
 
 
+@IN_TORCH
 def test_any_proposal_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates and scores that have nothing to do with the draft change the speed alone."""
     generator = torch.Generator().manual_seed(0)
@@ -115,6 +121,7 @@ def test_greedy_is_the_limit_of_small_temperatures() -> None:
         assert torch.equal(tokens, expected)
 
 
+@IN_TORCH
 def test_shared_noise_accepts_more_than_independent_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The point of D9; the law is the same either way."""
     params, seeds = SamplingParams(temperature=1.0), torch.arange(BATCH)

@@ -87,14 +87,12 @@ def _choose_kernel(
         slot = tl.load(slots_B + row // rows_a_slot)
         temperature = tl.load(temperature_S + slot)
         if temperature > 0:
-            kept = inside
+            kept, scale = inside, tl.div_rn(1.0, temperature)
             if TRUNCATE:
                 kept &= score >= tl.load(cut_T + row)
-            score *= tl.div_rn(1.0, temperature)
-            if TRUNCATE:
-                # Below 1, so that what rounding takes from the best token does not cut it.
-                least = tl.minimum(tl.load(min_p_S + slot), 0.99999)
-                kept &= tl.exp(score - tl.load(peak_T + row)) >= least
+                least = tl.load(min_p_S + slot)
+                kept &= tl.exp((score - tl.load(peak_T + row)) * scale) >= least
+            score *= scale
             position = tl.load(position_T + row) + offset
             key_a, key_b = noise_keys(tl.load(seed_S + slot), position)
             score += gumbel(key_a, key_b, token)

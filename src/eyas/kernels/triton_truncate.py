@@ -42,7 +42,9 @@ def _largest_threshold(
 ):
     """The largest order such that the weights of logits of this order or above sum to `want`.
 
-    Weights are 1, or exp(logit * scale - peak) for MASS; those of orders below `least` are 0.
+    Weights are 1, or exp((logit - peak) * scale) for MASS; those of orders below `least` are 0.
+    (`logit * scale - peak * scale` may be one fused operation, which is not 0 for the best logit:
+    at tiny temperatures far from it.)
     """
     low = tl.full((), -(1 << (31 - SHIFT)), tl.int32)
     width = tl.full((), 1 << (30 - SHIFT), tl.int32)
@@ -57,7 +59,7 @@ def _largest_threshold(
             order = _order(x) >> SHIFT
             weight = inside.to(tl.float32)
             if MASS:
-                weight = tl.where(inside & (order >= least), tl.exp(x * scale - peak), 0.0)
+                weight = tl.where(inside & (order >= least), tl.exp((x - peak) * scale), 0.0)
             first += tl.where(order >= low + width, weight, 0.0)
             second += tl.where(order >= low + 2 * width, weight, 0.0)
             third += tl.where(order >= low + 3 * width, weight, 0.0)
@@ -100,9 +102,8 @@ def _bounds_kernel(
             inside = start + number < VOCAB
             x = tl.load(logits + start + number, mask=inside, other=float("-inf")).to(tl.float32)
             best = tl.maximum(best, x)
-        top = tl.max(best, axis=0)
+        peak = tl.max(best, axis=0)
         scale = tl.div_rn(1.0, temperature)
-        peak = top * scale
         tl.store(peak_T + row, peak)
         lowest = tl.full((), -(1 << (31 - SHIFT)), tl.int32)
         cut = lowest
@@ -118,7 +119,7 @@ def _bounds_kernel(
                 x = tl.load(logits + start + number, mask=inside, other=float("-inf"))
                 x = x.to(tl.float32)
                 kept = inside & ((_order(x) >> SHIFT) >= cut)
-                total += tl.where(kept, tl.exp(x * scale - peak), 0.0)
+                total += tl.where(kept, tl.exp((x - peak) * scale), 0.0)
             want = tl.maximum(top_p * tl.sum(total, axis=0), _LEAST_MASS)
             border = _largest_threshold(logits, want, cut, scale, peak, VOCAB, True, SHIFT, BLOCK)
             cut = tl.maximum(cut, border)
@@ -134,10 +135,10 @@ def truncation_bounds(
     top_k_S: Tensor,
     top_p_S: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """(the logit below which a row's tokens are cut, its best tempered logit), fp32 [T] each.
+    """(the logit below which a row's tokens are cut, its best logit), fp32 [T] each.
 
     slots_B: T / B rows in a row belong to each slot. Top-k first, then top-p among what is left;
-    ties at a border are kept. min-p follows from the second: exp(score - best) >= min_p.
+    ties at a border are kept. min-p follows from the second: exp((logit - best) / T) >= min_p.
     """
     num_rows, vocab_size = logits_TV.shape
     cut_T, peak_T = (torch.empty(num_rows, device=logits_TV.device) for _ in range(2))

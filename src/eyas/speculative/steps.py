@@ -1,8 +1,8 @@
 """The steps of a round between the models' forwards, as an interface with three implementations.
 
 `torch_steps` is what a round means, in torch operations on any device; `triton_steps` does the same
-in a launch or two a step on a GPU, `native_steps` in a call of C on a CPU. `round` and `proposer` put
-the steps together.
+in a launch or two a step on a GPU, `native_steps` in a call of C on a CPU. `round` and `proposer`
+put the steps together.
 
 Shape suffixes: B requests, K topk, N tree nodes, E = depth + 1 emitted at most, T rows,
 V vocabulary, H draft hidden, P pages.

@@ -30,7 +30,7 @@ from eyas.models.config import DraftConfig
 from eyas.scheduler.scheduler import Phase, Request
 from eyas.types import SamplingParams
 
-TARGETS = ("deepseek", "kimi", "qwen")
+TARGETS = ("deepseek", "lite", "kimi", "qwen")
 SHAPES = {"plain": PLAIN, "chain": TreeShape(3, 1, 4), "tree": TreeShape(4, 3, 12)}
 LENGTHS, NUM_NEW = (2, 17, 40, 65), 48
 # Each with the sizes and flags of drafts in the wild.
@@ -89,12 +89,11 @@ def test_speculation_does_not_show(target: str, shape: str, draft: str) -> None:
 
 
 @pytest.mark.parametrize("draft", list(DRAFTS)[2:])
-def test_drafts_of_every_format(draft: str) -> None:
-    engine = make_engine(
-        target_of("deepseek"), draft_of("deepseek", draft), worker_shape(SHAPES["tree"])
-    )
+@pytest.mark.parametrize("target", TARGETS)
+def test_drafts_of_every_format(target: str, draft: str) -> None:
+    engine = make_engine(target_of(target), draft_of(target, draft), worker_shape(SHAPES["tree"]))
     results = run(engine, PROMPTS, PARAMS)
-    assert [r.tokens for r in results] == plain("deepseek")
+    assert [r.tokens for r in results] == plain(target)
     assert max(n for r in results for n in r.rounds) > 1
 
 
@@ -163,7 +162,7 @@ def check_caches(engine: Engine, request: Request, pools: tuple[KVPool, KVPool],
 
 @pytest.mark.parametrize("draft", ["llama", "latent 3.1"])
 @pytest.mark.parametrize("shape", list(SHAPES))
-@pytest.mark.parametrize("target", ["kimi", "qwen"])
+@pytest.mark.parametrize("target", ["lite", "kimi", "qwen"])
 def test_the_caches_equal_a_fresh_prefill_after_every_round(
     target: str, shape: str, draft: str
 ) -> None:

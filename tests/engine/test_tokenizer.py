@@ -208,3 +208,8 @@ def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:
     assert not tokenizer.has_chat_template
     with pytest.raises(EyasError, match="no chat template"):
         tokenizer.render_chat([{"role": "user", "content": "a"}])
+
+
+def test_half_a_character_is_a_mistake(byte_level: Tokenizer) -> None:
+    with pytest.raises(EyasError, match="half a character"):
+        byte_level.encode("a\ud83d")

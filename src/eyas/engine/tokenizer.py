@@ -50,9 +50,14 @@ class Tokenizer:
         return bool(self._tokenizer.chat_template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
-        # verbose: it would warn of texts that are longer than the tokenizer's file says.
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        """Token ids of a text. Raises EyasError for half a character, which no encoding has."""
+        try:
+            # verbose: it would warn of texts that are longer than the tokenizer's file says.
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        except TypeError:
+            if not any("\ud800" <= character <= "\udfff" for character in text):
+                raise
+            raise EyasError("a text holds half a character (a lone surrogate)") from None
         return [int(token) for token in ids]
 
     def least_tokens(self, num_characters: int) -> int:

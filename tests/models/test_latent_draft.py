@@ -25,7 +25,7 @@ from torch import Tensor
 from eyas.cache.pool import NUM_RESERVED_PAGES
 from eyas.models.boundaries import translate_layer_ids
 from eyas.models.checkpoint import Checkpoint
-from eyas.models.config import DraftConfig, LatentConfig
+from eyas.models.config import DraftConfig, LatentConfig, RopeConfig
 from eyas.models.draft_config import canonical_name, inspect_draft, read_draft_config
 from eyas.models.eagle3 import Eagle3Draft
 from eyas.models.loader import load_weights
@@ -193,6 +193,22 @@ def test_a_scaled_rotation_scales_the_scores(tmp_path: Path) -> None:
         scales.append(draft.layers[0].self_attn.scale)
     assert scales[0] == pytest.approx(18**-0.5)
     assert scales[1] == pytest.approx(18**-0.5 * 1.138629**2, rel=1e-5)
+
+
+def test_a_plain_rotation_in_every_spelling(tmp_path: Path) -> None:
+    """Newer files write one dictionary under two names; a plain one asks for no scaling."""
+    target, same = write_and_read_target(tmp_path), {"rope_type": "default", "rope_theta": 3e4}
+    spellings: list[dict[str, Any]] = [
+        {"rope_theta": 3e4, "rope_scaling": None, "rope_parameters": None},
+        {"rope_theta": ..., "rope_parameters": same},
+        {"rope_theta": ..., "rope_scaling": same, "rope_parameters": same},
+    ]
+    for said in spellings:
+        write_latent_draft(tmp_path / "draft", DraftShape(), said)
+        config = read_draft_config(tmp_path / "draft", target)
+        assert config.decoder.rope == RopeConfig(theta=3e4)
+        draft = Eagle3Draft(config, dtype=torch.float32, device="meta")
+        assert draft.layers[0].self_attn.scale == pytest.approx(18**-0.5)
 
 
 def write_and_read_target(tmp_path: Path) -> Any:

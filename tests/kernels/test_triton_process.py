@@ -33,7 +33,8 @@ def kept(logits_TV: Tensor, temperature_T: Tensor, **limits: Tensor) -> tuple[Te
     )
     scores_TV = logits_TV.float() / temperature_T[:, None]
     ours_TV = logits_TV.float() >= cut_T[:, None]
-    ours_TV &= torch.exp(scores_TV - peak_T[:, None]) >= limits["min_p_R"][:, None]
+    below_TV = (logits_TV.float() - peak_T[:, None]) / temperature_T[:, None]
+    ours_TV &= torch.exp(below_TV) >= limits["min_p_R"][:, None]
     theirs_TV = sampling.truncate(scores_TV, **limits) > float("-inf")
     return ours_TV & (scores_TV > float("-inf")), theirs_TV
 

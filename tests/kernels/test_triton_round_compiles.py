@@ -180,3 +180,20 @@ def test_a_packed_admission_compiles() -> None:
             rows=rows,
         )
     assert len(compiled) == 1
+
+
+def test_distances_from_the_best_logit_are_not_fused() -> None:
+    """A product and a difference in one operation are rounded once: the best logit's distance from
+    itself is not 0 then, and at small temperatures far from it. The interpreter rounds twice."""
+    from eyas.kernels import triton_truncate
+
+    with compiling_for(90) as compiled:
+        triton_truncate.truncation_bounds(
+            torch.zeros(4, 1000),
+            numbers(4),
+            temperature_S=numbers(SLOTS, dtype=torch.float32),
+            top_k_S=numbers(SLOTS),
+            top_p_S=numbers(SLOTS, dtype=torch.float32),
+        )
+    ptx = compiled[-1].asm["ptx"]
+    assert "ex2.approx" in ptx and "fma" not in ptx

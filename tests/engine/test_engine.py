@@ -268,11 +268,15 @@ class TestRefusals:
         self.refuse(f"token {token} is outside", [0, token])
 
     def test_a_bias_outside_the_vocabulary(self) -> None:
-        self.refuse("logit_bias: token 5 is outside the vocabulary of 5", [0], logit_bias={VOCAB: 1.0})
+        self.refuse(
+            "logit_bias: token 5 is outside the vocabulary of 5", [0], logit_bias={VOCAB: 1.0}
+        )
 
     def test_a_stop_token_outside_the_vocabulary(self) -> None:
         """It would index past the logits as soon as any request of the batch has min_tokens."""
-        self.refuse("stop_token_ids: token 5 is outside", [0], stop_token_ids=(1, VOCAB), max_tokens=1)
+        self.refuse(
+            "stop_token_ids: token 5 is outside", [0], stop_token_ids=(1, VOCAB), max_tokens=1
+        )
 
     @pytest.mark.parametrize("length", [20, 21])
     def test_a_prompt_that_leaves_no_room(self, length: int) -> None:
@@ -287,7 +291,11 @@ class TestRefusals:
     def test_too_many_stop_tokens(self) -> None:
         stops = tuple(range(1, 33))  # token 0 is an end token
         self.refuse(
-            r"33 stop token ids .*, at most 32", [1], vocab_size=40, stop_token_ids=stops, max_tokens=1
+            r"33 stop token ids .*, at most 32",
+            [1],
+            vocab_size=40,
+            stop_token_ids=stops,
+            max_tokens=1,
         )
 
     def test_stop_strings_without_a_tokenizer(self) -> None:

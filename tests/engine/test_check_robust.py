@@ -1,11 +1,14 @@
 """Whatever a config.json says, the check answers with findings and never with a traceback."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fixtures.checkpoints import DraftShape, write_draft, write_target
+from fixtures.kimi_k25 import write_kimi
+from fixtures.kimi_vision import PUBLISHED_VISION
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +35,27 @@ VALUES = (
     | st.sampled_from([[1], ["a"], [None], {"a": 1}, {"a": {"b": 1}}, [[1]]])
     | SCALINGS
 )
+
+
+# Sizes with which Kimi-K2.5's configuration is checked in a few hundredths of a second.
+SMALL = {"num_hidden_layers": 4, "hidden_size": 64, "moe_intermediate_size": 64}
+SMALL |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "vocab_size": 512}
+SMALL |= {"bos_token_id": 1, "eos_token_id": 2}
+MEDIA = {"in_patch_limit": 256, "patch_limit_on_one_side": 32, "merge_kernel_size": 2}
+MEDIA |= {"patch_size": 4, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+VISION = PUBLISHED_VISION | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "axial"}}
+# Where its keys are: (file, way there).
+SECTIONS: list[tuple[str, tuple[str, ...]]] = [
+    ("config", ()),
+    ("config", ("text_config",)),
+    ("config", ("text_config", "rope_scaling")),
+    ("config", ("vision_config",)),
+    ("config", ("vision_config", "rope_parameters")),
+    ("config", ("text_config", "quantization_config")),
+    ("config", ("text_config", "quantization_config", "config_groups", "group_0")),
+    ("config", ("text_config", "quantization_config", "config_groups", "group_0", "weights")),
+    ("preprocessor_config", ("media_proc_cfg",)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +102,36 @@ def test_any_config_gets_an_answer(
     # A fault of the engine is nothing that a config may bring about.
     assert "capture-wrong" not in {finding.code for finding in report.findings}
     assert report.ok or all(finding.message for finding in report.findings)
+
+
+@pytest.fixture(scope="module")
+def kimi(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """A folder without weights, and what is right in each of its files."""
+    folder = tmp_path_factory.mktemp("kimi")
+    write_kimi(folder, None, **SMALL)
+    config = json.loads((folder / "target/config.json").read_text())
+    config |= {"vision_config": VISION, "media_placeholder_token_id": 60}
+    return folder / "target", {"config": config, "preprocessor_config": {"media_proc_cfg": MEDIA}}
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(section=st.sampled_from(SECTIONS), value=VALUES, which=st.integers(0, 99))
+def test_any_configuration_of_kimi_gets_an_answer(
+    kimi: tuple[Path, dict[str, dict[str, Any]]],
+    section: tuple[str, tuple[str, ...]],
+    value: Any,
+    which: int,
+) -> None:
+    folder, good = kimi
+    name, way = section
+    files = copy.deepcopy(good)
+    found: dict[str, Any] = files[name]
+    for key in way:
+        found = found[key]
+    found[sorted(found)[which % len(found)]] = value
+    for file, data in files.items():
+        (folder / f"{file}.json").write_text(json.dumps(data))
+    config = EngineConfig(model=str(folder), device="cpu", tensor_parallel_size=2)
+    report = run_check(config, budget_bytes=1 << 34)
+    json.loads(report.to_json())
+    assert "capture-wrong" not in {finding.code for finding in report.findings}

@@ -142,6 +142,8 @@ def test_rope(tmp_path: Path, changes: dict[str, Any], expected: RopeConfig) -> 
         ({"type": "yarn", "factor": 4.0, "mrope_section": [1]}, "mrope_section"),
         ({"type": "llama3", "factor": -1.0}, "low_freq_factor"),
         ({"full_attention": {"rope_theta": 1.0}}, "layer type"),
+        ({"type": "yarn", "factor": 4.0, "rope_theta": 1}, "rope_theta must be above 1"),
+        (LLAMA3 | {"high_freq_factor": 1.0}, "high_freq_factor must be above"),
     ],
 )
 def test_rope_that_would_be_computed_wrongly(
@@ -211,6 +213,7 @@ def test_all_missing_and_wrong_keys_come_together(tmp_path: Path) -> None:
         {"head_dim": ..., "hidden_size": 66},
         {"head_dim": 15},
         {"partial_rotary_factor": 1.5},
+        {"head_dim": 2, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
         {"torch_dtype": "int8"},
         {"eos_token_id": "</s>"},
         {"num_hidden_layers": 0},

@@ -250,6 +250,12 @@ def read_rope(fields: Fields, *, max_positions: int) -> RopeConfig:
         values.setdefault("factor", max_positions / original)
     theta = inner.number("rope_theta", fields.number("rope_theta", 10000.0))
     partial = inner.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    is_read = not inner.missing and not inner.problems
+    # With these, the rotation would divide by zero.
+    if kind == "yarn" and theta <= 1:
+        inner.problems.append(f"rope_theta must be above 1 for yarn, not {theta:g}")
+    if kind == "llama3" and is_read and values["high_freq_factor"] <= values["low_freq_factor"]:
+        inner.problems.append("high_freq_factor must be above low_freq_factor")
     fields.problems += [f"{name}.{p}" for p in inner.problems]
     fields.missing += [f"{name}.{m}" for m in inner.missing]
     return RopeConfig(theta=theta, kind=kind, partial=partial, **values)
@@ -269,4 +275,6 @@ def shape_problems(config: ModelConfig) -> list[str]:
             f"a head of {config.head_dim} with partial_rotary_factor {config.rope.partial:g} has "
             f"{rotated} elements to rotate; an even number within the head is needed"
         )
+    if config.rope.kind == "dynamic" and rotated == 2:
+        problems.append("dynamic scaling needs more than two elements of a head to rotate")
     return problems

@@ -66,10 +66,9 @@ def test_float16_overflow(folder: Path, stored: torch.dtype, dtype: Any, is_warn
 def test_float16_overflow_of_the_draft(folder: Path) -> None:
     write_target(folder / "target", dtype=torch.float16)
     write_draft(folder / "draft", dtype=torch.bfloat16)
-    assert (only(checked(folder)).subject, only(checked(folder)).code) == (
-        "draft",
-        "dtype-overflow",
-    )
+    finding = only(checked(folder))
+    assert (finding.subject, finding.code) == ("draft", "dtype-overflow")
+    assert finding.hint.startswith("use --draft-dtype bfloat16")
 
 
 def test_a_draft_of_another_dtype_is_no_matter(folder: Path) -> None:

@@ -108,12 +108,18 @@ def split_messages(
     """(messages as templates know them, the sources of their images in order), for `load_source`.
 
     A part of a content may be {"type": "image", "image": SOURCE}, or as in the HTTP API
-    {"type": "image_url", "image_url": {"url": "data:…"}}.
+    {"type": "image_url", "image_url": {"url": "data:…"}}. Raises EyasError for what is no message.
     """
     shown: list[Mapping[str, Any]] = []
     sources: list[Any] = []
+    if not isinstance(messages, list | tuple):
+        raise EyasError("messages must be a list of {role, content}")
     for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise EyasError(f"a message must be {{role, content}}, not {message!r:.100}")
         content = message.get("content")
+        if not isinstance(content, str | list | None):
+            raise EyasError(f"a content must be a text or a list of parts, not {content!r:.100}")
         if isinstance(content, list):
             message = {**message, "content": [_split_part(part, sources) for part in content]}
         shown.append(message)
@@ -126,7 +132,7 @@ def _split_part(part: Any, sources: list[Any]) -> Any:
         sources.append(part["image"])
     elif kind == "image_url" and isinstance(part.get("image_url"), Mapping):
         sources.append(_Url(str(part["image_url"].get("url"))))
-    elif kind == "text":
+    elif kind == "text" and isinstance(part.get("text"), str):
         return part
     else:
         raise EyasError(
@@ -152,7 +158,7 @@ def load_source(source: Any, vision: VisionConfig) -> ImageInput:
     if isinstance(source, str | os.PathLike):
         try:
             source = Path(source).read_bytes()
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ImageError(f"{os.fspath(source)} cannot be read: {error}") from None
     if isinstance(source, bytes | bytearray):
         return read_image(bytes(source), vision, limits)
@@ -160,5 +166,8 @@ def load_source(source: Any, vision: VisionConfig) -> ImageInput:
     from PIL import Image
 
     if isinstance(source, Image.Image):
-        return fit_image(source, vision)
+        try:
+            return fit_image(source, vision)
+        except (OSError, ValueError) as error:  # it is read only now, or was closed before
+            raise ImageError(f"a Pillow image cannot be used: {error}") from None
     raise ImageError(f"an image must be a path, bytes or a Pillow image, not {type(source)}")

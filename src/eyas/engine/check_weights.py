@@ -23,12 +23,13 @@ def report_dtype(
     """
     stored = {info.dtype for info in (checkpoint.tensors if checkpoint else {}).values()}
     if dtype == torch.float16 and (model.dtype == "bfloat16" or "bfloat16" in stored):
+        option = "--draft-dtype" if subject == "draft" else "--dtype"
         findings.warn(
             subject,
             "dtype-overflow",
             f"the {subject}'s weights are bfloat16 and would run in float16, whose largest number "
             "is 65504",
-            "use --dtype bfloat16 unless NaN never shows",
+            f"use {option} bfloat16 unless NaN never shows",
         )
     if model.quantization is None:
         return True

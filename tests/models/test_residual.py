@@ -12,10 +12,11 @@ from eyas import kernels
 from eyas.comm.group import ALONE, Group
 from eyas.kernels.linear_config import ROW_BUCKETS, LinearConfig, LinearPlan
 from eyas.models.config import ModelConfig
+from eyas.models.decoder import DecoderLayer
 from eyas.models.eagle3 import Eagle3Draft
 from eyas.models.layers import GatedMLP, RMSNorm
 from eyas.models.linear import Linear
-from eyas.models.llama import DecoderLayer, LlamaForCausalLM
+from eyas.models.llama import LlamaForCausalLM
 from eyas.models.residual import Stream, advance, linear_add, norm_linear
 
 NEEDS_TRITON = pytest.mark.interpreter

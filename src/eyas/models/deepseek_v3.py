@@ -10,8 +10,8 @@ from torch import nn
 
 from eyas.contract.attention import KVLayout
 from eyas.models.config import ModelConfig
+from eyas.models.decoder import DecoderForCausalLM, DecoderLayer
 from eyas.models.latent import LatentAttention, latent_layout
-from eyas.models.llama import DecoderLayer, LlamaForCausalLM
 from eyas.models.moe import MixtureOfExperts
 from eyas.models.sharding import WHOLE, Parallel
 from eyas.models.weight_slots import StoredNames
@@ -54,7 +54,7 @@ class DeepseekLayer(DecoderLayer):
         return super().make_mlp(config, layer, dtype=dtype, device=device, parallel=parallel)
 
 
-class DeepseekV3ForCausalLM(LlamaForCausalLM):
+class DeepseekV3ForCausalLM(DecoderForCausalLM):
     """DeepseekV2ForCausalLM and DeepseekV3ForCausalLM; implements contract.target.Target."""
 
     layer_class = DeepseekLayer

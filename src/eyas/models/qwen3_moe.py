@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from eyas.models.config import ModelConfig
-from eyas.models.llama import DecoderLayer, LlamaForCausalLM
+from eyas.models.decoder import DecoderForCausalLM, DecoderLayer
 from eyas.models.moe import MixtureOfExperts
 from eyas.models.sharding import WHOLE, Parallel
 
@@ -29,7 +29,7 @@ class Qwen3MoeLayer(DecoderLayer):
         return super().make_mlp(config, layer, dtype=dtype, device=device, parallel=parallel)
 
 
-class Qwen3MoeForCausalLM(LlamaForCausalLM):
+class Qwen3MoeForCausalLM(DecoderForCausalLM):
     """Qwen3MoeForCausalLM; implements contract.target.Target."""
 
     layer_class = Qwen3MoeLayer

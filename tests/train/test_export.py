@@ -116,6 +116,8 @@ def test_maps(tmp_path: Path) -> None:
     target, draft = make(torch.float32)
     write(target, draft, tmp_path, torch.bfloat16)
     tensors = load_file(tmp_path / "model.safetensors")
+    modes = {(tmp_path / name).stat().st_mode for name in ("model.safetensors", "config.json")}
+    assert len(modes) == 1  # who may read the one may read the other
     assert torch.equal(torch.arange(32) + tensors["d2t"], KEPT)
     assert torch.equal(tensors["t2d"].nonzero().flatten(), KEPT)
 

@@ -51,9 +51,10 @@ class Row:
 def write_shard(path: Path, rows: Iterable[Row]) -> int:
     """Write rows to a shard; it appears under its name complete or not at all. Returns the number.
 
-    The bytes depend on the rows alone.
+    The bytes depend on the rows alone. The folder is made if need be.
     """
     assert path.name.endswith(SHARD_SUFFIX), path
+    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     num_rows = 0
     try:

@@ -61,9 +61,12 @@ def export_draft(
         target_name=target_name,
     )
     # An unfinished config would be taken for a draft: it is written last, and at once.
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = folder / "model.safetensors"
+    save_file(tensors, weights, metadata={"format": "pt"})
     unfinished = folder / ".config.json"
     unfinished.write_text(json.dumps(config, indent=2) + "\n")
+    # safetensors makes a file that only its owner can read; the server may be another user.
+    weights.chmod(unfinished.stat().st_mode)
     unfinished.rename(folder / "config.json")
 
 

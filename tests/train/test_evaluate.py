@@ -153,8 +153,11 @@ def test_the_table_shows_every_mode_and_set() -> None:
     assert "| prompts | chain of 2, T = 0 | tree of 8, depth 3, T = 0 |" in lines
     assert "| a | 2.50 (2) | – |" in lines and "| **all** | 2.50 (2) | – |" in lines
     assert "| looping answers, not counted above | 3.00 (1) | – |" in lines
-    assert "| chain of 2, T = 0 | 0.800 | 0.500 |" in lines
+    assert "| chain of 2, T = 0 | 0.800 | 0.500 |  |" in lines
+    assert "| tree of 8, depth 3, T = 0 | – | – | – |" in lines
     assert evaluation.length() == 2.5
+    results[0].by_source = {ALL: Acceptance(2, 10, 10, [10])}  # nothing drafted was right
+    assert "| chain of 2, T = 0 | 0.000 | 0.000 |  |" in to_markdown(evaluation).splitlines()
     results[0].by_source = nothing
     assert evaluation.length() == 3.0  # nothing but loops
 

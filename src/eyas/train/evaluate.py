@@ -220,7 +220,7 @@ def to_markdown(evaluation: Evaluation) -> str:
     for title, source in [*((s, s) for s in sources), ("**all**", ALL)]:
         lines.append(_row(title, [r.by_source.get(source) for r in modes]))
     lines.append(_row("looping answers, not counted above", [r.looping[ALL] for r in modes]))
-    longest = max(len(r.by_source[ALL].counts) for r in modes) - 1
+    longest = max(r.mode.shape.depth for r in modes)
     lines += [
         "",
         "Share of rounds in which the drafted token at a position was emitted:",
@@ -230,9 +230,12 @@ def to_markdown(evaluation: Evaluation) -> str:
     ]
     for result in modes:
         acceptance = result.by_source[ALL]
-        rates = [f"{rate:.3f}" for rate in acceptance.rates()] if acceptance.num_rounds else []
-        rates += [""] * (longest - len(rates))
-        lines.append(f"| {result.mode.name} | " + " | ".join(rates) + " |")
+        rates = acceptance.rates() if acceptance.num_rounds else []
+        # The counts end with the last position that any round accepted.
+        rates += [0.0] * (result.mode.shape.depth - len(rates))
+        cells = [f"{rate:.3f}" if acceptance.num_rounds else "–" for rate in rates]
+        cells += [""] * (longest - len(cells))
+        lines.append(f"| {result.mode.name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

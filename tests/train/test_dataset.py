@@ -28,9 +28,10 @@ def test_rows_come_back(tmp_path: Path) -> None:
 
 
 def test_equal_rows_make_equal_bytes(tmp_path: Path) -> None:
-    for name in ("x", "y"):
-        write_shard(tmp_path / f"{name}.jsonl.gz", ROWS)
-    assert (tmp_path / "x.jsonl.gz").read_bytes() == (tmp_path / "y.jsonl.gz").read_bytes()
+    files = [tmp_path / "x.jsonl.gz", tmp_path / "a" / "new" / "folder" / "y.jsonl.gz"]
+    for file in files:
+        write_shard(file, ROWS)
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_an_unfinished_shard_leaves_nothing(tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ def test_evaluation_prompts_are_refused_however_they_are_written() -> None:
     evaluation = [Prompt(("What is 2+2, exactly?",)), Prompt(("Über uns",))]
     refuse_overlap([Prompt(("What is 2+3, exactly?",))], evaluation)
     for copy in ("what is  2 + 2 exactly", "WHAT IS 2+2, EXACTLY?", "u\u0308ber uns!"):
-        with pytest.raises(PromptError, match="1 of the prompts to train on"):
+        with pytest.raises(PromptError, match="too: 1 "):
             refuse_overlap([Prompt(("Another one.", copy))], evaluation)
     assert normalised("…") == "" and normalised("Ｔwo  words") == "two words"
     refuse_overlap([Prompt(("+",))], [Prompt(("-",))])

@@ -186,7 +186,7 @@ def test_stages_run_alone_and_name_what_is_missing(tmp_path: Path) -> None:
 def test_evaluation_prompts_are_refused(trained: tuple[Folder, str], tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     copied = folder.write("copied", ["Something else.", "QUESTION 3 : 21"])
-    message = "1 of the prompts to train on are in the evaluation file"
+    message = "prompts to train on that are in the evaluation file too: 1 ("
     for stage in ("all", "regenerate"):
         files = ["--prompts", folder.prompts, "--eval-prompts", copied]
         assert message in folder.train(*files, "--stage", stage, code=1)

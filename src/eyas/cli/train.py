@@ -114,19 +114,25 @@ def _settings_flags(command: Command) -> Command:
 def train(
     *,
     target: Annotated[
-        str, typer.Argument(help="Target: a local folder, a hub id, or smollm2-135m.")
+        str,
+        typer.Argument(metavar="TARGET", help="Target: a local folder, a hub id, or smollm2-135m."),
     ],
-    out: Annotated[Path, typer.Option(help="Folder for everything; run again to go on.")],
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder for everything; run again to go on.")
+    ],
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
+            metavar="FILE",
             help='JSONL (.gz): {"prompt": ...}, {"turns": [...]} or {"messages": [...]} a line; '
-            "may be repeated."
+            "may be repeated.",
         ),
     ] = None,
     eval_prompts: Annotated[
         list[Path] | None,
-        typer.Option(help="Prompts to evaluate on, refused in --prompts; may be repeated."),
+        typer.Option(
+            metavar="FILE", help="Prompts to evaluate on, refused in --prompts; may be repeated."
+        ),
     ] = None,
     stage: Annotated[
         Literal["all", "regenerate", "vocabulary", "train", "evaluate", "export"],

@@ -130,8 +130,8 @@ def _refuse(shared: Sequence[str]) -> None:
     if shared:
         quoted = "; ".join(repr(text[:80]) for text in shared[:_MAX_SHOWN])
         raise PromptError(
-            f"{len(shared)} of the prompts to train on are in the evaluation file: take them out, "
-            f"or the evaluation would measure memory ({quoted})"
+            f"prompts to train on that are in the evaluation file too: {len(shared)} ({quoted}); "
+            "take them out of one of the two, or the evaluation would measure memory"
         )
 
 

@@ -17,7 +17,7 @@ def _setting(default: Any, text: str) -> Any:
 class TrainSettings:
     """How a draft is trained. Raises EyasError on values that make no sense."""
 
-    num_epochs: float = _setting(8.0, "Passes over the conversations; num_steps overrides it.")
+    num_epochs: float = _setting(8.0, "Passes over the conversations, unless num_steps is given.")
     num_steps: int | None = _setting(None, "Optimizer steps.")
     num_draft_steps: int = _setting(
         7, "Length S of training-time test: drafts in a row that are trained."

@@ -240,6 +240,18 @@ def test_no_server() -> None:
         run_serving("http://127.0.0.1:1", ServingSettings())
 
 
+def test_a_server_that_wants_a_key() -> None:
+    class Locked(StreamServer):
+        async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\n\r\n")
+            await writer.drain()
+            writer.close()
+
+    with pytest.raises(EyasError, match="/v1/models gave 401, give --api-key$"):
+        serve_and_run(Locked())
+
+
 def test_a_server_that_fails_at_once() -> None:
     class Failing(StreamServer):
         async def _answer(self, writer: object, body: dict[str, object]) -> None:

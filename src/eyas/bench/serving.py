@@ -176,6 +176,9 @@ async def _model_name(client: httpx.AsyncClient, url: str) -> str:
         return str(response.json()["data"][0]["id"])
     except (httpx.HTTPError, ValueError, LookupError) as error:
         text = str(error) or type(error).__name__
+        if isinstance(error, httpx.HTTPStatusError):
+            status = error.response.status_code
+            text = f"/v1/models gave {status}" + (", give --api-key" if status == 401 else "")
         raise EyasError(f"{url} does not answer as a server of models: {text}") from None
 
 

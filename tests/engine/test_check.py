@@ -24,7 +24,7 @@ from rich.console import Console
 from eyas.config import EngineConfig
 from eyas.engine import check
 from eyas.engine.check import CheckReport, run_check
-from eyas.models import llama
+from eyas.models import decoder
 from eyas.models.checkpoint import Checkpoint
 from eyas.types import CheckError, Severity
 
@@ -163,7 +163,7 @@ def test_a_scaling_that_the_models_lack_is_a_finding(
     def refuse(*_: Any, **__: Any) -> None:
         raise ValueError("rope type 'linear' is not implemented")
 
-    monkeypatch.setattr(llama, "RotaryEmbedding", refuse)
+    monkeypatch.setattr(decoder, "RotaryEmbedding", refuse)
     write_target(tmp_path)
     report = checked((tmp_path, tmp_path), draft=None)
     assert codes(report) == ["model-cannot-be-built"]
@@ -173,8 +173,8 @@ def test_a_scaling_that_the_models_lack_is_a_finding(
 def test_a_class_without_part_of_the_interface(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(llama.LlamaForCausalLM, "get_embed_and_head")
-    monkeypatch.delattr(llama.LlamaForCausalLM, "set_eagle3_layers_to_capture")
+    monkeypatch.delattr(decoder.DecoderForCausalLM, "get_embed_and_head")
+    monkeypatch.delattr(decoder.DecoderForCausalLM, "set_eagle3_layers_to_capture")
     report = checked(pair)
     assert codes(report) == ["interface-members-missing"]
     for name in ("get_embed_and_head", "set_eagle3_layers_to_capture"):
@@ -193,7 +193,7 @@ def one_too_few(self: Any, boundaries: Any) -> None:
 def test_wrong_captures_are_seen(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
-    monkeypatch.setattr(llama.LlamaForCausalLM, "set_eagle3_layers_to_capture", fault)
+    monkeypatch.setattr(decoder.DecoderForCausalLM, "set_eagle3_layers_to_capture", fault)
     assert codes(checked(pair)) == ["capture-wrong"]
 
 

@@ -249,7 +249,9 @@ def test_given_conversations_are_trained_on(tmp_path: Path) -> None:
     write_shard(folder.out / "data/own.jsonl.gz", rows)
     folder.train("--stage", "vocabulary")
     mine = folder.write("mine", ["x", "GIVEN question: 5!"])
-    assert "in the evaluation file too: 1 (" in folder.train("--stage", "train", "--eval-prompts", mine, code=1)
+    assert "in the evaluation file too: 1 (" in folder.train(
+        "--stage", "train", "--eval-prompts", mine, code=1
+    )
     folder.train("--stage", "train", "--eval-prompts", folder.eval)
     assert "give --eval-prompts" in folder.train("--stage", "evaluate", code=1)
     folder.train("--stage", "evaluate", "--eval-prompts", folder.eval)

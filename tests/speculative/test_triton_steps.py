@@ -7,6 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.round_steps import (
+    BACKEND,
+    HIDDEN,
+    NUM_PAGES,
+    NUM_SLOTS,
+    VOCAB,
+    assert_same_state,
+    likely_choices,
+    random_state,
+    random_tree,
+    torch_proposer,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,10 +28,10 @@ from eyas.config import TreeShape
 from eyas.contract.draft import DraftOutput
 from eyas.kernels import SamplingMode
 from eyas.speculative.simulate import SimulatedAcceptance
-from eyas.speculative.state import NO_DRAFT_LIMIT, SlotState
+from eyas.speculative.state import SlotState
 from eyas.speculative.steps import RoundStart
 from eyas.speculative.torch_steps import TorchSteps
-from eyas.speculative.tree import Tree, TreeBuilder, tree_from_parents
+from eyas.speculative.tree import Tree, TreeBuilder
 
 pytestmark = pytest.mark.interpreter
 
@@ -29,95 +41,12 @@ QUICK = settings(
     max_examples=15,
     suppress_health_check=[HealthCheck.too_slow],
 )
-NUM_SLOTS, NUM_PAGES, PAGE, VOCAB, HIDDEN = 5, 6, 4, 9, 6
-POOL = SimpleNamespace(
-    page_size=PAGE,
-    trash_row=TRASH_PAGE * PAGE,
-    num_page_rows=200,
-    num_scratch_rows=64,
-)
-BACKEND: Any = SimpleNamespace(
-    pool=POOL,
-    scratch_rows=lambda slots_B, node_Q: 200 + slots_B[:, None] * 64 + node_Q[None, :],
-)
 
 
 def triton_steps(state: SlotState) -> Any:
     from eyas.speculative.triton_steps import TritonSteps
 
     return TritonSteps(state)
-
-
-def random_state(generator: torch.Generator, topk: int = 1) -> SlotState:
-    """Slots in the middle of their answers; the last is trash, and one is at rest."""
-
-    def numbers(low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, generator=generator)
-
-    state = SlotState(
-        num_slots=NUM_SLOTS,
-        max_pages=NUM_PAGES,
-        vocab_size=VOCAB,
-        draft_hidden_size=HIDDEN,
-        draft_dtype=torch.float32,
-        topk=topk,
-        device="cpu",
-    )
-    live = slice(0, NUM_SLOTS - 1)
-    state.length_S[live] = numbers(1, PAGE * 2, NUM_SLOTS - 1)
-    state.pending_S[live] = numbers(0, VOCAB, NUM_SLOTS - 1)
-    state.remaining_S[live] = numbers(1, 9, NUM_SLOTS - 1)
-    state.emitted_S[live] = numbers(0, 50, NUM_SLOTS - 1)
-    state.active_S[live] = numbers(0, 4, NUM_SLOTS - 1) > 0
-    state.seed_S[live] = numbers(-(2**62), 2**62, NUM_SLOTS - 1)
-    state.temperature_S[live] = torch.tensor([0.0, 1.0, 0.5, 2.0])
-    limits = torch.tensor([0, 1, 2, NO_DRAFT_LIMIT, NO_DRAFT_LIMIT, NO_DRAFT_LIMIT])
-    state.max_draft_S[live] = limits[numbers(0, len(limits), NUM_SLOTS - 1)]
-    state.stop_ids_SM[live, :2] = numbers(-1, VOCAB, NUM_SLOTS - 1, 2)
-    pages = torch.randperm(NUM_SLOTS * NUM_PAGES, generator=generator) + TRASH_PAGE + 1
-    state.page_table_SP[live] = pages.view(NUM_SLOTS, NUM_PAGES)[live]
-    state.candidate_token_SK.copy_(numbers(0, VOCAB, NUM_SLOTS, topk))
-    score_SK = -torch.rand(NUM_SLOTS, topk, generator=generator)
-    state.candidate_score_SK.copy_(score_SK.sort(dim=1, descending=True).values)
-    for hidden_SH in (state.draft_hidden_SH, state.draft_input_SH):
-        hidden_SH.copy_(torch.randn(NUM_SLOTS, HIDDEN, generator=generator))
-    return state
-
-
-def assert_same_state(ours: SlotState, theirs: SlotState) -> None:
-    for name, value in vars(ours).items():
-        if isinstance(value, Tensor):
-            assert torch.equal(value, getattr(theirs, name)), name
-
-
-def random_tree(generator: torch.Generator, num_requests: int, num_nodes: int) -> Tree:
-    """Any shape; siblings have distinct tokens, as candidates do."""
-    parents, tokens = [], []
-    for _ in range(num_requests):
-        parent, token, used = [-1], [0], set()
-        for node in range(1, num_nodes):
-            above = int(torch.randint(max(0, node - 3), node, (), generator=generator))
-            left = [t for t in range(VOCAB) if (above, t) not in used]
-            if not left:
-                above = next(n for n in range(node) if (n, 0) not in used)
-                left = [0]
-            choice = left[int(torch.randint(0, len(left), (), generator=generator))]
-            used.add((above, choice))
-            parent.append(above)
-            token.append(choice)
-        parents.append(parent)
-        tokens.append(token)
-    return tree_from_parents(torch.tensor(tokens), torch.tensor(parents), num_nodes)
-
-
-def likely_choices(generator: torch.Generator, tree: Tree) -> Tensor:
-    """The target's choices, most of them one of the node's children."""
-    chosen_BN = torch.randint(0, VOCAB, tree.token_BN.shape, generator=generator)
-    for request, parent in enumerate(tree.parent_BN.tolist()):
-        for node, above in enumerate(parent):
-            if above >= 0 and torch.rand((), generator=generator) < 0.6:
-                chosen_BN[request, above] = tree.token_BN[request, node]
-    return chosen_BN
 
 
 @QUICK
@@ -230,15 +159,6 @@ def test_growing(shape: TreeShape, seed: int, noise: bool) -> None:
         assert torch.equal(getattr(ours, field.name), getattr(theirs, field.name)), field.name
     length_B = starts[0].length_B
     assert torch.equal(ours.positions(length_B), theirs.positions(length_B))
-
-
-def torch_proposer(state: SlotState, draft: Any) -> Any:
-    """A proposer that can only propose."""
-    from eyas.speculative.proposer import Proposer
-
-    proposer = Proposer.__new__(Proposer)
-    proposer.state, proposer.draft = state, draft
-    return proposer
 
 
 @QUICK
